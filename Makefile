@@ -1,0 +1,38 @@
+# make demo   set up everything and train the built-in model on this machine (writes runs/demo)
+# make test   set up everything and run the tests
+# make bench  set up everything and run the benchmarks
+# PYTHON=python3.12 chooses the interpreter; VENV=dir the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find tierzero csrc -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.hpp')
+INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: demo test bench dev clean
+
+demo: $(VENV)/.installed
+	$(BIN)/tierzero train --overwrite
+
+test: $(VENV)/.test-installed
+	$(BIN)/pytest tests
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/memory.py
+
+dev: $(VENV)/.test-installed
+	$(INSTALL) '.[test,dev]'
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/pip $(SOURCES)
+	$(INSTALL) .
+	@touch $@
+
+$(VENV)/.test-installed: $(BIN)/pip $(SOURCES)
+	$(INSTALL) '.[test]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build runs

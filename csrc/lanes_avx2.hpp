@@ -1,0 +1,45 @@
+// Eight elements at a time: loads that widen to float, stores that round.
+#pragma once
+
+#include "cpu.hpp"
+#include "dtype.hpp"
+
+#ifdef TZ_X86
+
+#include <immintrin.h>
+
+namespace tz {
+
+template <Dtype T>
+TZ_AVX2 inline __m256 load8(const char* p) {
+    if constexpr (T == Dtype::f32) {
+        return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
+    } else {
+        const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+        if constexpr (T == Dtype::f16) return _mm256_cvtph_ps(h);
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+    }
+}
+
+template <Dtype T>
+TZ_AVX2 inline void store8(char* p, __m256 f) {
+    if constexpr (T == Dtype::f32) {
+        _mm256_storeu_ps(reinterpret_cast<float*>(p), f);
+    } else if constexpr (T == Dtype::f16) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT));
+    } else {
+        const __m256i u = _mm256_castps_si256(f);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        const __m256i rounded =
+            _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+        const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
+        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(f, f, _CMP_UNORD_Q));
+        const __m256i words = _mm256_blendv_epi8(rounded, quiet, nan);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                         _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    }
+}
+
+}  // namespace tz
+
+#endif

@@ -1,0 +1,240 @@
+#include "stepper.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "align.hpp"
+
+namespace tz {
+
+namespace {
+
+constexpr std::uint64_t kMinSlots = 3;
+
+unsigned checked_threads(unsigned threads) {
+    if (threads < 1 || threads > 256)
+        throw std::invalid_argument("a stepper takes 1 to 256 threads, not " + std::to_string(threads));
+    return threads;
+}
+
+}  // namespace
+
+Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbytes, std::uint64_t chunk,
+                 unsigned threads)
+    : engine_(std::move(engine)),
+      chunk_(chunk),
+      buffers_(buffers),
+      buffers_size_(nbytes),
+      crew_(checked_threads(threads)),
+      partial_(crew_.size()) {
+    if (chunk == 0 || chunk % 2048 != 0 || chunk > (std::uint64_t{1} << 40))
+        throw std::invalid_argument("chunk must be a positive multiple of 2048 elements, not " +
+                                    std::to_string(chunk));
+    if (!is_aligned(buffers, kPage)) throw std::invalid_argument("buffers must start at a multiple of 4096");
+    const std::size_t slot_bytes = 14 * chunk;
+    if (nbytes / slot_bytes < kMinSlots)
+        throw std::invalid_argument("buffers of " + std::to_string(nbytes) +
+                                    " bytes are too small: chunks of " + std::to_string(chunk) +
+                                    " elements need " + std::to_string(kMinSlots * slot_bytes));
+    if (engine_->foreign()) throw std::invalid_argument("the I/O engine belongs to the parent process");
+    slots_.resize(std::min<std::size_t>(nbytes / slot_bytes, 1024));
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+        slots_[i].memory = buffers + i * slot_bytes;
+        free_.push_back(&slots_[i]);
+    }
+    thread_ = std::thread([this] { run(); });
+}
+
+Stepper::~Stepper() {
+    close();
+}
+
+std::shared_ptr<Ticket> Stepper::submit(Record record) {
+    check_record(record);
+    const auto hits = [this](const void* p, std::size_t n) { return overlap(p, n, buffers_, buffers_size_); };
+    if (hits(record.grads, record.grads_size) || hits(record.out, record.out_size) ||
+        hits(record.state, record.state ? 12 * record.elements : 0))
+        throw std::invalid_argument("grads, state or out lie in the stepper's own buffers");
+    if (foreign())
+        throw std::invalid_argument("the stepper belongs to the parent process; make a new one after fork");
+    std::list<Job> one;  // made before the ticket: nothing may fail once that is open
+    one.emplace_back();
+    one.back().record = std::move(record);
+    std::lock_guard lock(mutex_);
+    if (stop_) throw std::invalid_argument("the stepper is closed");
+    auto ticket = CompletionQueue::open_ticket(engine_->completions());
+    one.back().ticket = ticket;
+    jobs_.splice(jobs_.end(), one);
+    wake_.notify_all();
+    return ticket;
+}
+
+void Stepper::close() {
+    std::lock_guard once(closing_);
+    {
+        std::lock_guard lock(mutex_);
+        stop_ = true;
+    }
+    wake_.notify_all();
+    if (thread_.joinable()) thread_.join();
+}
+
+void Stepper::run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [this] { return can_fill() || can_compute() || (stop_ && jobs_.empty()); });
+        // Reads go out first: they have the longest way to come.
+        if (can_fill())
+            fill();
+        else if (can_compute())
+            compute(lock);
+        else
+            return;
+    }
+}
+
+bool Stepper::can_fill() const {
+    if (free_.empty()) return false;
+    for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
+        if (job->next == job->record.chunks(chunk_)) continue;
+        // The first job with chunks left. It may start while earlier ones are being written, unless they
+        // share bytes.
+        return job->next != 0 || std::none_of(jobs_.begin(), job, [&](const Job& earlier) {
+                   return conflicts(job->record, earlier.record);
+               });
+    }
+    return false;
+}
+
+void Stepper::fill() {
+    const auto job = std::find_if(jobs_.begin(), jobs_.end(),
+                                  [this](const Job& j) { return j.next != j.record.chunks(chunk_); });
+    const Record& record = job->record;
+    if (job->error && record.src) return skip_rest(*job);
+    Slot& slot = *free_.back();
+    free_.pop_back();
+    slot.job = &*job;
+    slot.filled = false;
+    ChunkView& chunk = slot.chunk;
+    chunk = {};
+    chunk.begin = job->next * chunk_;
+    chunk.count = std::min(chunk_, record.elements - chunk.begin);
+    chunk.state = record.state ? record.state + 3 * chunk.begin : reinterpret_cast<float*>(slot.memory);
+    if (record.out_file && chunk.begin + chunk.count > record.out_first) {
+        chunk.copy = slot.memory + 12 * chunk_;
+        chunk.copy_begin = std::max(chunk.begin, record.out_first);
+    }
+    ++job->next;
+    ready_.push_back(&slot);
+    if (record.src)
+        transfer(Op::read, slot, *record.src, 12 * chunk.begin, slot.memory, 12 * chunk.count);
+    else
+        slot.filled = true;
+}
+
+void Stepper::compute(std::unique_lock<std::mutex>& lock) {
+    Slot& slot = *ready_.front();
+    ready_.pop_front();
+    Job& job = *slot.job;
+    // A failed record on file is dropped whole; one in memory is finished, so that it is not left half
+    // updated.
+    if (job.error && job.record.src) return release(slot);
+    lock.unlock();
+    const Sums sums = update(slot);
+    lock.lock();
+    job.sums.state += sums.state;
+    job.sums.copy += sums.copy;
+    if (job.error && job.record.src) return release(slot);
+    drain(slot);
+}
+
+Sums Stepper::update(Slot& slot) {
+    const Record& record = slot.job->record;
+    const ChunkView& chunk = slot.chunk;
+    const std::uint64_t end = chunk.begin + chunk.count;
+    const std::uint64_t share = round_up((chunk.count + crew_.size() - 1) / crew_.size(), 64);
+    crew_.run([&](unsigned i) {
+        const std::uint64_t from = std::min(end, chunk.begin + i * share), to = std::min(end, from + share);
+        partial_[i] = update_range(record, chunk, from, to, record.dst || record.out_file);
+    });
+    Sums total;
+    for (const Sums& part : partial_) {
+        total.state += part.state;
+        total.copy += part.copy;
+    }
+    return total;
+}
+
+void Stepper::drain(Slot& slot) {
+    const Record& record = slot.job->record;
+    const ChunkView& chunk = slot.chunk;
+    ++slot.pending;  // this call's own, so that the slot is not released between the two writes
+    if (record.dst) transfer(Op::write, slot, *record.dst, 12 * chunk.begin, slot.memory, 12 * chunk.count);
+    if (chunk.copy != nullptr) {
+        const std::uint64_t at = 2 * (chunk.copy_begin - record.out_first);
+        const std::uint64_t filled = 2 * (chunk.begin + chunk.count - chunk.copy_begin);
+        if (at < record.out_bytes) {
+            const std::uint64_t n = round_up(std::min(filled, record.out_bytes - at), kPage);
+            if (n > filled) std::memset(chunk.copy + filled, 0, n - filled);
+            transfer(Op::write, slot, *record.out_file, at, chunk.copy, n);
+        }
+    }
+    if (--slot.pending == 0) release(slot);
+}
+
+// Queues one transfer; its end comes back through ended(), on an I/O thread. The mutex is held.
+void Stepper::transfer(Op op, Slot& slot, const Place& place, std::uint64_t at, char* data, std::size_t n) {
+    ++slot.pending;
+    try {
+        engine_->submit(op, place.file, place.offset + at, data, n, [this, op, &slot](const IoError* error) {
+            std::lock_guard lock(mutex_);
+            ended(op, slot, error);
+            wake_.notify_all();
+        });
+    } catch (const std::bad_alloc&) {
+        const IoError error{ENOMEM, "no memory to queue a transfer", place.file->path};
+        ended(op, slot, &error);
+    }
+}
+
+void Stepper::ended(Op op, Slot& slot, const IoError* error) {
+    Job& job = *slot.job;
+    if (error && !job.error) job.error = *error;
+    --slot.pending;
+    if (op == Op::read)
+        slot.filled = true;
+    else if (slot.pending == 0)
+        release(slot);
+}
+
+void Stepper::release(Slot& slot) {
+    Job& job = *slot.job;
+    slot.job = nullptr;
+    free_.push_back(&slot);
+    ++job.ended;
+    finish();
+}
+
+void Stepper::skip_rest(Job& job) {
+    const std::uint64_t total = job.record.chunks(chunk_);
+    job.ended += total - job.next;
+    job.next = total;
+    finish();
+}
+
+// Completes the jobs that are over, in the order they were queued.
+void Stepper::finish() {
+    while (!jobs_.empty() && jobs_.front().ended == jobs_.front().record.chunks(chunk_)) {
+        Job job = std::move(jobs_.front());
+        jobs_.pop_front();
+        Outcome outcome;
+        outcome.record = true;
+        if (job.record.dst) outcome.state = job.sums.state;
+        if (job.record.out_file) outcome.copy = job.sums.copy;
+        engine_->completions()->complete(job.ticket, std::move(outcome), std::move(job.error));
+    }
+}
+
+}  // namespace tz

@@ -1,0 +1,85 @@
+// The streamed step: read chunk i+1, update chunk i and write chunk i-1 at the same time, over record after
+// record.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "crew.hpp"
+#include "engine.hpp"
+#include "record.hpp"
+#include "ticket.hpp"
+
+namespace tz {
+
+class Stepper {
+  public:
+    // `buffers` (4096-aligned) is cut into slots of 14 * chunk bytes: 12 of state, 2 of parameter copy per
+    // element. `chunk`: elements, a multiple of 2048. std::invalid_argument names the bytes that at least 3
+    // slots need.
+    Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbytes, std::uint64_t chunk,
+            unsigned threads);
+    ~Stepper();  // drains
+
+    // Checks the record and queues it. Its memory and files stay in use until the ticket is done.
+    std::shared_ptr<Ticket> submit(Record record);
+    void close();  // finishes what was queued, then ends the thread; idempotent
+    bool foreign() const noexcept { return engine_->foreign(); }
+
+  private:
+    struct Job {
+        Record record;
+        std::shared_ptr<Ticket> ticket;
+        std::uint64_t next = 0;   // chunks handed to slots so far
+        std::uint64_t ended = 0;  // chunks that are through
+        std::optional<IoError> error;
+        Sums sums;
+    };
+    // A slot's life: free -> filling (being read) -> ready -> computed -> draining (being written) -> free.
+    struct Slot {
+        char* memory = nullptr;
+        Job* job = nullptr;
+        ChunkView chunk;
+        int pending = 0;  // reads or writes in flight
+        bool filled = false;
+    };
+
+    void run();
+    bool can_fill() const;
+    void fill();
+    bool can_compute() const { return !ready_.empty() && ready_.front()->filled; }
+    void compute(std::unique_lock<std::mutex>& lock);
+    void drain(Slot& slot);
+    void transfer(Op op, Slot& slot, const Place& place, std::uint64_t at, char* data, std::size_t n);
+    void ended(Op op, Slot& slot, const IoError* error);
+    void release(Slot& slot);
+    void skip_rest(Job& job);
+    void finish();
+    Sums update(Slot& slot);
+
+    const std::shared_ptr<Engine> engine_;
+    const std::uint64_t chunk_;
+    const char* const buffers_;
+    const std::size_t buffers_size_;
+    Crew crew_;
+    std::vector<Sums> partial_;  // per crew member
+
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::list<Job> jobs_;  // queued and running, in order
+    std::vector<Slot> slots_;
+    std::vector<Slot*> free_;
+    std::deque<Slot*> ready_;  // filling or filled, in order
+    bool stop_ = false;
+    std::mutex closing_;
+    std::thread thread_;
+};
+
+}  // namespace tz

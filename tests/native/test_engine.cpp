@@ -1,0 +1,162 @@
+// The engine over system calls that are short, interrupted, busy, failing or slow.
+#include <atomic>
+#include <cerrno>
+
+#include "align.hpp"
+#include "check.hpp"
+#include "engine.hpp"
+#include "slab.hpp"
+
+using namespace tz;
+
+// How the next system calls misbehave.
+static std::atomic<int> calls{0}, fail_at{-1}, fail_with{0};
+static std::atomic<bool> hiccups{false};
+static std::atomic<std::size_t> longest{SIZE_MAX};
+
+static bool trouble(std::size_t& n) {
+    const int call = calls++;
+    if (call == fail_at) {
+        errno = fail_with;
+        return true;
+    }
+    if (hiccups && call % 3 != 2) {
+        errno = call % 3 ? EAGAIN : EINTR;
+        return true;
+    }
+    n = std::min(n, longest.load());
+    return false;
+}
+static ssize_t rough_pread(int fd, void* p, std::size_t n, off_t at) {
+    return trouble(n) ? -1 : ::pread(fd, p, n, at);
+}
+static ssize_t rough_pwrite(int fd, const void* p, std::size_t n, off_t at) {
+    return trouble(n) ? -1 : ::pwrite(fd, p, n, at);
+}
+static const SysCalls kRough{.pread = rough_pread, .pwrite = rough_pwrite};
+
+static void reset() {
+    calls = 0;
+    fail_at = -1;
+    hiccups = false;
+    longest = SIZE_MAX;
+}
+
+static void wait(const std::shared_ptr<Ticket>& ticket) {
+    CHECK(ticket->wait(std::nullopt));
+    ticket->outcome();
+}
+
+static void round_trip(Engine& engine, File& file) {
+    std::mt19937 generator(1);
+    Slab from(1 << 20), to(1 << 20);
+    for (std::size_t i = 0; i < from.size(); ++i) from.data()[i] = static_cast<char>(generator());
+    for (const std::size_t n : {1u, 511u, 4096u, 4097u, 65536u, 65537u, 300001u})
+        for (const std::size_t shift : {0u, 1u, 512u}) {
+            std::memset(to.data(), 0, to.size());
+            wait(engine.transfer(Op::write, file, 8192, from.data() + shift, n));
+            wait(engine.transfer(Op::read, file, 8192, to.data() + 3 * shift, n));
+            CHECK(std::memcmp(from.data() + shift, to.data() + 3 * shift, n) == 0);
+        }
+}
+
+static void every_kind_of_short_transfer(TempDir& dir) {
+    for (const bool direct : {true, false}) {
+        File file(dir.file(direct ? "direct" : "buffered"), true, direct);
+        Engine engine(3, 65536, kRough);
+        for (const std::size_t limit : {SIZE_MAX, std::size_t{8192}, std::size_t{4096}}) {
+            for (const bool busy : {false, true}) {
+                reset();
+                longest = limit;
+                hiccups = busy;
+                round_trip(engine, file);
+            }
+        }
+        if (!file.direct()) {
+            reset();
+            longest = 1000;
+            round_trip(engine, file);
+        }
+    }
+    reset();
+}
+
+static void a_failure_is_reported_once_and_the_engine_goes_on(TempDir& dir) {
+    File file(dir.file("fails"), true, true);
+    Engine engine(2, 4096, kRough);
+    Slab data(1 << 16);
+    reset();
+    wait(engine.transfer(Op::write, file, 0, data.data(), data.size()));
+    for (const int code : {EIO, ENOSPC, EBADF, EINVAL})
+        for (const Op op : {Op::read, Op::write}) {
+            reset();
+            fail_with = code;
+            fail_at = 5;
+            const auto ticket = engine.transfer(op, file, 0, data.data(), data.size());
+            CHECK(ticket->wait(std::nullopt));
+            const auto failure = must_throw<IoFailure>([&] { ticket->outcome(); });
+            CHECK(failure.error.code == code && failure.error.path == file.path());
+            CHECK(failure.error.message.find("offset") != std::string::npos);
+        }
+    reset();
+    wait(engine.transfer(Op::read, file, 0, data.data(), data.size()));
+    CHECK(engine.completions()->reap().size() == 10);
+}
+
+static void the_end_of_a_file_is_an_error(TempDir& dir) {
+    File file(dir.file("ends"), true, true);
+    Engine engine(1, 65536);
+    Slab data(65536);
+    wait(engine.transfer(Op::write, file, 0, data.data(), 8192));
+    const auto ticket = engine.transfer(Op::read, file, 4096, data.data(), 8192);
+    CHECK(ticket->wait(std::nullopt));
+    const auto failure = must_throw<IoFailure>([&] { ticket->outcome(); });
+    CHECK(failure.error.code == EIO && failure.error.message.find("ends at 8192") != std::string::npos);
+}
+
+static void closing_drains(TempDir& dir) {
+    const std::string path = dir.file("drains");
+    Slab data(1 << 16);
+    std::vector<std::shared_ptr<Ticket>> tickets;
+    {
+        Engine engine(2, 4096);
+        File file(path, true, true);
+        for (int i = 0; i < 50; ++i)
+            tickets.push_back(engine.transfer(Op::write, file, static_cast<std::uint64_t>(i) << 16,
+                                              data.data(), data.size()));
+        file.close();  // requests hold the descriptor
+        must_throw<std::invalid_argument>([&] { engine.transfer(Op::read, file, 0, data.data(), 1); });
+    }
+    for (const auto& ticket : tickets) CHECK(ticket->done() && ticket->outcome().bytes == data.size());
+    File file(path, false, true);
+    CHECK(file.size() == 50u << 16);
+    Engine engine(1, 4096);
+    engine.close();
+    engine.close();
+    must_throw<std::invalid_argument>([&] { engine.transfer(Op::read, file, 0, data.data(), 1); });
+}
+
+static void bad_arguments(TempDir& dir) {
+    File file(dir.file("bad"), true, true);
+    Engine engine(1, 4096);
+    char byte = 0;
+    if (file.direct())
+        must_throw<std::invalid_argument>([&] { engine.transfer(Op::read, file, 512, &byte, 1); });
+    must_throw<std::invalid_argument>(
+        [&] { engine.transfer(Op::read, file, UINT64_MAX / 4096 * 4096, &byte, 1); });
+    must_throw<std::invalid_argument>([&] { Engine(0, 4096); });
+    must_throw<std::invalid_argument>([&] { Engine(1, 100); });
+    must_throw<std::invalid_argument>([&] { Slab(0); });
+    must_throw<IoFailure>([&] { File(dir.file("no/such"), true, true); });
+    wait(engine.transfer(Op::read, file, 4096, nullptr, 0));
+}
+
+int main() {
+    TempDir dir;
+    every_kind_of_short_transfer(dir);
+    a_failure_is_reported_once_and_the_engine_goes_on(dir);
+    the_end_of_a_file_is_an_error(dir);
+    closing_drains(dir);
+    bad_arguments(dir);
+    std::printf("engine: ok\n");
+}

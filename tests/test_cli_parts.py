@@ -1,0 +1,198 @@
+"""The parts of the command that need no model: run log, progress, checkpoint notes, signals, schedule of files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from tierzero.cli import checkpoints, memory
+from tierzero.cli.config import load
+from tierzero.cli.progress import LiveView, PlainView, QuietView, choose_view
+from tierzero.cli.report import Meter, StepReport, clipped_norm
+from tierzero.cli.runlog import RunLog, read_metrics
+from tierzero.cli.spelling import did_you_mean
+from tierzero.cli.stopping import StopSignal
+from tierzero.errors import ConfigError
+
+
+def report(step: int = 3, loss: float = 2.5) -> StepReport:
+    return StepReport(
+        step=step,
+        loss=loss,
+        grad_norm=4.0,
+        grad_norm_clipped=1.0,
+        lr=1e-3,
+        tokens_per_s=512.0,
+        step_s=2.0,
+        stalls={"fetch": 0.25, "update": 0.0, "gradient": 0.0},
+        bytes={"nvme_read": 4_000_000_000, "nvme_written": 2_000_000_000, "h2d": 1_000_000_000, "d2h": 500_000_000},
+    )
+
+
+def log_steps(out: Path, steps: range, after: int = 0) -> None:
+    log = RunLog(out, after)
+    for step in steps:
+        log.write(report(step, 0.1 + step / 3).line())
+    log.close()
+
+
+def test_metrics_keep_every_bit_of_the_loss(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 6))
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["loss"] for line in lines] == [0.1 + step / 3 for step in range(1, 6)]
+    assert set(lines[0]) >= {
+        "step",
+        "loss",
+        "grad_norm",
+        "grad_norm_clipped",
+        "lr",
+        "tokens_per_s",
+        "step_s",
+        "stalls",
+        "bytes",
+    }
+
+
+def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write(report(1).line())
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    log.close()
+
+
+def test_resuming_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 8))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    log_steps(tmp_path, range(5, 7), after=4)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+
+
+def test_tensorboard_events(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    log_steps(tmp_path, range(1, 3))
+    assert [path for path in (tmp_path / "tensorboard").iterdir() if path.stat().st_size > 200]
+
+
+def test_plain_view_prints_some_steps_with_everything_asked_for() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    view = PlainView(console, every=5)
+    with view.running(0, 12):
+        for step in range(1, 13):
+            view.step(report(step))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.split()[1] for line in text.splitlines()] == ["1/12", "5/12", "10/12", "12/12"]
+    for part in (
+        "loss 2.5000",
+        "norm 4.000 -> 1.000",
+        "512 tok/s",
+        "read 2.00 write 1.00 H2D 0.50 D2H 0.25",
+        "waited: fetch 0.25 s",
+    ):
+        assert part in text.splitlines()[0]
+
+
+def test_live_view_shows_the_step_and_rates() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    view = choose_view(console, quiet=False, every=5)
+    assert isinstance(view, LiveView)
+    with view.running(2, 12):
+        view.step(report(3))
+        view.say("hello")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "3/12" in text
+    assert "loss 2.5000" in text
+    assert "tok/s" in text
+    assert "hello" in text
+
+
+def test_quiet_view_says_nothing() -> None:
+    console = Console(file=io.StringIO())
+    view = choose_view(console, quiet=True, every=5)
+    assert isinstance(view, QuietView)
+    view.say("x")
+    with view.running(0, 1):
+        view.step(report())
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_meter_gives_differences() -> None:
+    keys = ("nvme_read", "nvme_written", "h2d", "d2h", "stall_fetch_s", "stall_update_s", "stall_grad_s")
+    meter = Meter(dict.fromkeys(keys, 10))
+    stalls, moved = meter(dict.fromkeys(keys, 13))
+    assert set(stalls.values()) == {3.0}
+    assert set(moved.values()) == {3}
+    assert set(meter(dict.fromkeys(keys, 13))[1].values()) == {0}
+
+
+def test_clipped_norm() -> None:
+    assert clipped_norm(0.5, 1.0) == 0.5
+    assert clipped_norm(4.0, 0) == 4.0
+    assert abs(clipped_norm(4.0, 1.0) - 1.0) < 1e-6
+
+
+def test_random_state_goes_through_json() -> None:
+    """S15: what draws numbers draws the same ones after a resume."""
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    random.random(), np.random.rand(), torch.rand(3)
+    state = json.loads(json.dumps(checkpoints.random_state()))
+    expected = random.random(), random.gauss(0, 1), np.random.rand(), torch.rand(4).tolist()
+    checkpoints.set_random_state(state)
+    assert (random.random(), random.gauss(0, 1), np.random.rand(), torch.rand(4).tolist()) == expected
+
+
+def test_another_model_is_refused_and_other_settings_are_told(tmp_path: Path) -> None:
+    config = load(None, ["model.preset=tiny"])
+    saved = checkpoints.model_identity(config), checkpoints.loop_settings(config)
+    checkpoints.check_same_model(saved[0], load(None, ["model.preset=tiny", "tiers.host=64MiB", "train.steps=99"]))
+    for setting in ("model.layers=3", "train.dtype=float32"):
+        with pytest.raises(ConfigError, match=setting.partition("=")[0]):
+            checkpoints.check_same_model(saved[0], load(None, ["model.preset=tiny", setting]))
+    told = checkpoints.changes(saved[1], load(None, ["model.preset=tiny", "train.steps=99"]))
+    assert told[0] == "train.steps 60 -> 99"
+
+
+def test_notes_of_snapshots_that_are_gone_are_removed(tmp_path: Path) -> None:
+    config = load(None, [f"train.out={tmp_path}"])
+    for step in (0, 20):
+        checkpoints.write_note(config, step, 2.0)
+    (note,) = (tmp_path / "checkpoints").iterdir()
+    assert note.name == "step-00000020.json"
+    assert json.loads(note.read_text())["step"] == 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_acts(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), number)
+        assert stop.asked
+        assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == before
+
+
+def test_spelling() -> None:
+    assert did_you_mean("train.stps", ["train.steps", "train.seed"]) == "; did you mean train.steps?"
+    assert did_you_mean("quux", ["train.steps"]) == ""
+    assert did_you_mean("path", ["model.path", "data.path"]) == "; did you mean model.path or data.path?"
+
+
+def test_memory_figures() -> None:
+    before = memory.resident()
+    memory.reset_peak()
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    assert memory.resident_peak() >= before + (32 << 20)
+    del block

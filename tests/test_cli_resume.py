@@ -1,0 +1,115 @@
+"""Interrupted runs go on to the same losses, bit for bit, and leave no stale disk use (N8, S14, S15)."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from cli_process import disk_use, interrupt, losses, train
+
+SETTINGS = ["train.steps=10", "train.save_every=3", "train.accumulate=2"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nobody interrupted."""
+    out = tmp_path_factory.mktemp("runs") / "straight"
+    done = train(out, *SETTINGS)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def same_end(out: Path, straight: Path) -> None:
+    """Losses, weights and sample of two runs are equal, and so is the disk they use."""
+    assert losses(out) == losses(straight)
+    for path in (straight / "export").glob("*.safetensors"):
+        assert (out / "export" / path.name).read_bytes() == path.read_bytes()
+    assert (out / "sample.txt").read_text() == (straight / "sample.txt").read_text()
+    assert disk_use(out / "store") <= 1.1 * disk_use(straight / "store") + (1 << 20)
+    assert sorted(path.name for path in (out / "store").iterdir()) == sorted(
+        path.name for path in (straight / "store").iterdir()
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_polite_stop_saves_and_resumes(number: int, tmp_path: Path, straight: Path) -> None:
+    out = tmp_path / "out"
+    code, text, errors = interrupt(out, *SETTINGS, line="step 4/", signal=number)
+    assert code == 0, errors
+    assert "stopped after step" in text
+    assert "--resume" in text
+    assert "once more: stop at once" in errors
+    done_steps = len(losses(out))
+    assert 4 <= done_steps < 10
+    assert not (out / "summary.json").exists()
+    done = train(out, *SETTINGS, flags=("--resume",))
+    assert done.returncode == 0, done.stderr
+    for part in (f"resumed after step {done_steps} of 10", "scheduler", "random", str(out / "store")):
+        assert part in done.stdout
+    same_end(out, straight)
+
+
+def test_killed_at_random_moments(tmp_path: Path, straight: Path) -> None:
+    out = tmp_path / "out"
+    moments = [
+        "initialising",
+        "step 1/",
+        *(f"step {step}/" for step in sorted(random.Random(4).sample(range(2, 10), 5))),
+    ]
+    interrupt(out, *SETTINGS, line=moments[0], signal=signal.SIGKILL)
+    flags = ("--overwrite",)  # nothing was saved yet
+    for moment in moments[1:]:
+        code, _, errors = interrupt(out, *SETTINGS, flags=flags, line=moment, signal=signal.SIGKILL)
+        assert code in (-signal.SIGKILL, 0), errors
+        flags = ("--resume",)
+    done = train(out, *SETTINGS, flags=flags)
+    assert done.returncode == 0, done.stderr
+    same_end(out, straight)
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint(tmp_path: Path, straight: Path) -> None:
+    out = tmp_path / "out"
+    interrupt(out, *SETTINGS, line="initialising", signal=signal.SIGKILL)
+    refused = train(out, *SETTINGS, flags=("--resume",))
+    if refused.returncode != 0:  # killed before the values were all there
+        assert refused.returncode == 2
+        assert "--overwrite" in refused.stderr
+        assert train(out, *SETTINGS, flags=("--overwrite",)).returncode == 0
+    same_end(out, straight)
+
+
+def test_more_steps_and_other_budgets_are_fine_and_told(tmp_path: Path) -> None:
+    """S12: placement follows the configuration, not the checkpoint."""
+    out = tmp_path / "out"
+    assert train(out, "train.steps=4", "train.warmup=1").returncode == 0
+    done = train(out, "train.steps=6", "train.warmup=1", "tiers.host=64MiB", "tiers.device=8MiB", flags=("--resume",))
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 4 of 6" in done.stdout
+    assert "train.steps 4 -> 6" in done.stdout
+    assert len(losses(out)) == 6
+    assert json.loads((out / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_finished_run_resumes_to_its_end(tmp_path: Path, straight: Path) -> None:
+    """Killed while it exports: what is left to do is done."""
+    out = tmp_path / "out"
+    assert train(out, *SETTINGS).returncode == 0
+    (out / "summary.json").unlink()
+    done = train(out, *SETTINGS, flags=("--resume",))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "summary.json").read_text())["last_loss"] == losses(straight)[-1]
+    same_end(out, straight)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert train(out, "train.steps=1").returncode == 0
+    for setting in ("model.layers=3", "train.dtype=float32", "model.hidden=32"):
+        done = train(out, "train.steps=2", setting, flags=("--resume",))
+        assert done.returncode == 2
+        assert setting.partition("=")[0] in done.stderr
+        assert "another model" in done.stderr
+    assert train(out, "train.steps=2", flags=("--resume",)).returncode == 0

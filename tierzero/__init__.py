@@ -1,0 +1,54 @@
+"""tierzero: train PyTorch models larger than the GPU, bit-equal to the plain loop. See README.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tierzero.api import close as close
+    from tierzero.api import commit as commit
+    from tierzero.api import initialize as initialize
+    from tierzero.api import offload as offload
+    from tierzero.api import register_forward_method as register_forward_method
+    from tierzero.api import reset as reset
+    from tierzero.api import restore as restore
+    from tierzero.api import stats as stats
+    from tierzero.api import synchronize as synchronize
+    from tierzero.api import unsharded as unsharded
+    from tierzero.checkpoint.safetensors import export_safetensors as export_safetensors
+    from tierzero.checkpoint.safetensors import load_safetensors as load_safetensors
+    from tierzero.optim.adamw import AdamW as AdamW
+    from tierzero.optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from tierzero.planner import plan as plan
+    from tierzero.tiers.config import Tiers as Tiers
+
+# loaded on first use: `tierzero --help` and `--version` need no torch
+_HOMES = {
+    "tierzero.api": "close commit initialize offload register_forward_method reset restore stats synchronize unsharded",
+    "tierzero.checkpoint.safetensors": "export_safetensors load_safetensors",
+    "tierzero.optim.adamw": "AdamW",
+    "tierzero.optim.clip": "clip_grad_norm_",
+    "tierzero.planner": "plan",
+    "tierzero.tiers.config": "Tiers",
+    "tierzero.errors": "BudgetError ConfigError NonFiniteGradientError PagedOutError StoreBusyError StoreCorruptError "
+    "StoreError TierzeroError",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tierzero' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,174 @@
+"""The C++ extension: aligned memory, file I/O on native threads, and the streamed AdamW.
+
+Arrays are NumPy arrays or torch tensors in host memory, taken without conversion or copy: another dtype, a
+non-contiguous or (where it would be written) read-only array is a TypeError. Sizes and offsets are bytes unless they
+say elements; what is out of range is a ValueError. I/O failures are OSError(errno, sentence, path). Every wait and
+every long call releases the GIL. After a fork, the parent's engines and steppers refuse work (ValueError) in the child.
+"""
+
+from collections.abc import Iterable, Sequence
+from os import PathLike
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__version__: str
+
+_Array: TypeAlias = NDArray[Any] | torch.Tensor
+
+# (decay, w1, b2, w2, eps, step, bc2s, coef): 1 - lr*wd, 1 - beta1, beta2, 1 - beta2, eps, lr/(1 - beta1^t),
+# sqrt(1 - beta2^t), clip coefficient; doubles, rounded to float32 once
+_Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float]
+
+# (state_elem, numel, grad_offset_bytes or -1, grad_dtype, out_offset_bytes or -1, out_dtype, *_Scalars);
+# a dtype is "f32", "bf16" or "f16"
+_Segment: TypeAlias = tuple[int, int, int, str, int, str, *tuple[float, ...]]
+
+def checksum(data: _Array, word_offset: int = 0) -> tuple[int, int]:
+    """(s1, s2) of uint8[n]: over little-endian 32-bit words w_i (a short tail zero padded), modulo 2**64,
+    s1 = sum w_i and s2 = sum (word_offset + i + 1) * w_i. The pairs of disjoint ranges add up to the whole's;
+    every range but the last is a multiple of 4 bytes, and word_offset is its first byte / 4.
+    """
+
+def l2_norms(arrays: Iterable[_Array], threads: int = 1) -> list[float]:
+    """float(torch.linalg.vector_norm(a.float())) of each array (float32, bfloat16 or float16; any shape), to the last
+    bit, without a temporary. `threads` share the list, not an array.
+    """
+
+def adamw(
+    p: _Array,
+    exp_avg: _Array,
+    exp_avg_sq: _Array,
+    grad: _Array,
+    out: _Array | None,
+    scalars: Sequence[float],
+    threads: int = 1,
+) -> None:
+    """One AdamW step of one whole parameter, bit for bit torch.optim.AdamW(fused=True) on a CPU with AVX2.
+
+    p, exp_avg, exp_avg_sq: float32[n], updated in place. grad: float32|bfloat16|float16[n]; float(grad) * coef is
+    rounded to float32. out: float32|bfloat16|float16[n] or None, receives p rounded to nearest even. No two may share
+    memory.
+    """
+
+def cpu_features() -> dict[str, bool]:
+    """What this processor can do, by name ("avx2", "fma", ...)."""
+
+def adam_isa() -> str:
+    """The kernel in use: "avx2" or "scalar" (also by TIERZERO_ISA=scalar in the environment)."""
+
+class Slab:
+    """Anonymous memory on a 2 MiB boundary, in huge pages where the kernel has them; untouched pages cost nothing."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def array(self) -> NDArray[np.uint8]:
+        """uint8[nbytes], a view that keeps the slab alive."""
+
+    def huge_bytes(self) -> int:
+        """Bytes that lie in huge pages now, from /proc/self/smaps."""
+
+class File:
+    """A regular file or block device open for reading and writing.
+
+    With `direct`, O_DIRECT if a real aligned round trip beside it works, else buffered.
+    """
+
+    def __init__(self, path: str | bytes | PathLike[str], create: bool = True, direct: bool = True) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def alignment(self) -> int:
+        """Bytes that request offsets are multiples of: 4096 when direct, else 1."""
+
+    @property
+    def closed(self) -> bool: ...
+    def size(self) -> int: ...
+    def preallocate(self, nbytes: int) -> None:
+        """Grows the file to nbytes with its blocks allocated; never shrinks. OSError(ENOSPC) leaves it as it was."""
+
+    def sync(self) -> None:
+        """fdatasync."""
+
+    def close(self) -> None:
+        """Idempotent. Requests in flight end first, on their own reference to the descriptor."""
+
+class Ticket:
+    """A request in flight. Dropping it unread is fine; the engine holds it, and its buffers, until it is done."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when done, failed or not. TimeoutError after `timeout` seconds. Signal handlers run meanwhile."""
+
+    def result(self) -> Any:
+        """Waits, then: bytes asked for (read, write), or (state_checksum, out_checksum) of a Stepper's record, each
+        (s1, s2) or None. OSError(errno, sentence with offset and length, path) when it failed.
+        """
+
+class Engine:
+    """A pool of threads doing pread and pwrite, in pieces of `block` bytes (a multiple of 4096)."""
+
+    def __init__(self, threads: int = 4, block: int = 4194304) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def eventfd(self) -> int:
+        """Readable when requests have completed since the last reap()."""
+
+    def read(self, file: File, offset: int, into: _Array) -> Ticket:
+        """uint8[n] from `offset`, a multiple of the file's alignment. OSError(EIO) where the file ends before."""
+
+    def write(self, file: File, offset: int, data: _Array | bytes) -> Ticket:
+        """uint8[n] to `offset`, a multiple of the file's alignment. On a direct file a short tail is zero padded."""
+
+    def reap(self) -> list[Ticket]:
+        """The tickets completed since the last call, Stepper's too, in order of completion; resets the eventfd."""
+
+    def counters(self) -> dict[str, int]:
+        """bytes_read, bytes_written (really transferred, padding included), reads, writes (requests)."""
+
+    def close(self) -> None:
+        """Waits for everything in flight, then ends the threads. Idempotent."""
+
+class Stepper:
+    """The streamed AdamW over state records: chunks are read ahead, updated and written at the same time.
+
+    State layout, in a file or in memory: chunks of c = min(chunk, what is left) elements, consecutive, each
+    [master c][exp_avg c][exp_avg_sq c] float32. `buffers`: uint8[n], 4096-aligned, at least 3 * 14 * chunk bytes.
+    `chunk`: elements, a multiple of 2048. `threads` compute (the pipeline's own is one of them).
+    """
+
+    def __init__(self, engine: Engine, buffers: _Array, chunk: int, threads: int = 1) -> None: ...
+    def submit(
+        self,
+        elements: int,
+        segments: Iterable[_Segment],
+        grads: _Array,
+        *,
+        src: tuple[File, int] | None = None,
+        dst: tuple[File, int] | None = None,
+        state: _Array | None = None,
+        out: _Array | None = None,
+        out_file: tuple[File, int, int] | None = None,
+        out_first: int = 0,
+    ) -> Ticket:
+        """Queues one record. Records run and complete in order; one starts while the last is written unless they share
+        bytes.
+
+        elements: of the record, a multiple of 1024. segments: one per parameter, state_elem a multiple of 64; without
+        a gradient (-1) its state stays and its copy is still made. grads: uint8[g]. Either src and dst, (file, offset)
+        of 12 * elements bytes each, offsets multiples of 4096, disjoint or equal; or state: float32[3 * elements],
+        updated in place. Copies go to out: uint8[m], at out_offset; or to out_file: (file, offset, nbytes), a record
+        whose byte (e - out_first) * 2 is state element e's (2-byte dtypes only), every byte written, gaps as zeros,
+        padded to 4096. out_first: elements, a multiple of 2048. ValueError before anything starts if it does not fit.
+        """
+
+    def close(self) -> None:
+        """Waits for every record queued, then ends the threads. Idempotent."""

@@ -1,0 +1,221 @@
+"""The functions users call: offload a model, look at it, and take it apart."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tierzero.checkpoint import snapshot
+from tierzero.engine import Engine
+from tierzero.errors import TierzeroError
+from tierzero.optim.clip import place_of
+from tierzero.partition import Units
+from tierzero.tiers.config import Tiers
+from tierzero.unit import State, Unit
+
+M = TypeVar("M", bound=nn.Module)
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def offload(
+    model: M, tiers: Tiers, *, units: Units | None = None, resume: str | bool = False, overwrite: bool = False
+) -> M:
+    """Move the parameters of `model` into the tiers, in place, and page them in as its modules run. Returns `model`.
+
+    units: what moves together; see tierzero.partition. By default the elements of the model's ModuleLists and
+    Sequentials.
+    resume: open a snapshot of the store (its name, or True for the latest) instead of writing the parameters; the model
+    may be on the meta device.
+    overwrite: give up the snapshots of an earlier run in the same directory.
+
+    A model on the meta device starts without values: give it some with `initialize`, `load_safetensors` or
+    `load_state_dict`. Raises BudgetError naming the smallest budget that works, StoreError and its kin for the NVMe
+    directory, OSError for a full disk; the model is then unchanged.
+    """
+    if model in _engines and not _engines[model].closed:
+        raise TierzeroError(
+            "this model is offloaded already; close it with tierzero.close(model) before offloading it anew"
+        )
+    if not isinstance(tiers, Tiers):
+        raise TypeError(f"tiers must be a tierzero.Tiers, got {type(tiers).__name__}")
+    _engines[model] = Engine(model, tiers, units, resume, overwrite)
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of an offloaded model or of one of its submodules."""
+    found = _engines.get(model)
+    if found is not None:
+        return found
+    for param in model.parameters():
+        place = place_of(param)
+        if place is not None:
+            owner: Engine = place[0].owner
+            return owner
+        for engine in _engines.values():
+            if any(live is param for unit in engine.units for live in unit.live):
+                return engine
+    raise TierzeroError(
+        f"{type(model).__name__} is not an offloaded model; call tierzero.offload(model, tierzero.Tiers(...)) first"
+    )
+
+
+def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
+    wanted = {id(inner) for inner in (module.modules() if recurse else [module])}
+    return [
+        unit
+        for unit in engine_of(module).units
+        if any(id(owner) in wanted for slots in unit.slots for owner, _ in slots)
+    ]
+
+
+@contextmanager
+def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -> Iterator[None]:
+    """Inside, the parameters of `module` are live: whole, plain, on the compute device. With `write`, changed ones are
+    written back at the end.
+
+    All of them must fit the device budget at once: for a large model do it module by module. After an exception nothing
+    is written.
+    """
+    engine = engine_of(module)
+    units = _units_of(module, recurse)
+    held: list[Unit] = []
+    done = False
+    try:
+        for unit in units:
+            _acquire(engine, unit, held)
+        yield
+        if write:
+            for unit in units:
+                _write_back(engine, unit)
+        done = True
+    finally:
+        for unit in reversed(held):
+            _let_go(engine, unit, changed=write and not done)
+
+
+def _acquire(engine: Engine, unit: Unit, held: list[Unit]) -> None:
+    engine.pager.acquire(unit, train=False, record=False)
+    held.append(unit)
+    unit.register_live()
+
+
+def _let_go(engine: Engine, unit: Unit, *, changed: bool) -> None:
+    if unit.pins == 1:
+        unit.register_rest()
+    engine.pager.release(unit)
+    if changed:
+        engine.pager.mark_stale(unit)
+
+
+def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
+    for index, live in enumerate(unit.live):
+        value = live.detach().to("cpu")
+        if not value.numel():
+            unit.blank.discard(index)
+            continue
+        if not all_of_it and index not in unit.blank:
+            same = torch.equal(
+                engine.run(unit.read_param(index)).view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+            )
+            if same:
+                continue
+        engine.run(unit.write_param(index, value))
+        unit.version += 1
+
+
+def initialize(model: nn.Module) -> None:
+    """Give a meta model its initial values: `reset_parameters()` of every module that has parameters of its own, in
+    module order, unit by unit.
+
+    Under the same torch seed the values equal those of the plain model reset in the same order on the CPU.
+    """
+    engine = engine_of(model)
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)) and not callable(
+            getattr(module, "reset_parameters", None)
+        ):
+            raise TierzeroError(
+                f"module {name or type(model).__name__} ({type(module).__name__}) has parameters and no "
+                "reset_parameters() to give them values"
+            )
+    held: list[Unit] = []
+    done = False
+    try:
+        for module in model.modules():
+            if not any(True for _ in module.parameters(recurse=False)):
+                continue
+            units = _units_of(module, recurse=False)
+            if any(unit not in held for unit in units):
+                while held:
+                    _write_back(engine, held[-1], all_of_it=True)
+                    _let_go(engine, held.pop(), changed=False)
+                for unit in units:
+                    _acquire(engine, unit, held)
+            with torch.no_grad():
+                module.reset_parameters()  # type: ignore[operator]
+        for unit in held:
+            _write_back(engine, unit, all_of_it=True)
+        done = True
+    finally:
+        for unit in reversed(held):
+            _let_go(engine, unit, changed=not done)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Make the method `name` of this module page its parameters in as `forward` does (`generate`, `encode`, ...)."""
+    engine_of(module).hooks.wrap_method(module, name)
+
+
+def reset(model: nn.Module) -> None:
+    """Forget a forward or backward that an exception (or Ctrl-C) cut short. The next forward of the whole model does
+    this by itself.
+    """
+    engine_of(model).hooks.reset()
+
+
+def synchronize(model: nn.Module) -> None:
+    """Wait until every queued update has reached the tiers; raises what the first failed one raised."""
+    engine_of(model).pager.synchronize()
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """Counters since `offload`: bytes per link and tier, stalls by cause in seconds, hits and misses, steps."""
+    engine = engine_of(model)
+    read, written = engine.moved()
+    trace = engine.pager.trace
+    return {
+        **engine.metrics.snapshot(),
+        "host_peak": engine.arena.peak,
+        "nvme_read": read,
+        "nvme_written": written,
+        "departures": trace.departures,
+        "units": len(engine.units),
+        "resident_units": sum(unit.residency is State.READY for unit in engine.units),
+        "native": engine.streamed.stepper is not None,
+    }
+
+
+def commit(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str, meta: dict[str, Any] | None = None
+) -> None:
+    """See tierzero.checkpoint.snapshot.commit."""
+    snapshot.commit(engine_of(model), optimizer, name, meta or {})
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """See tierzero.checkpoint.snapshot.restore."""
+    return snapshot.restore(engine_of(model), optimizer)
+
+
+def close(model: nn.Module) -> None:
+    """Finish queued updates, free everything and release the store; without a committed snapshot its data file is
+    deleted.
+    """
+    engine_of(model).close()

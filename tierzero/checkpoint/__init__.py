@@ -1,0 +1,1 @@
+"""Getting models in and out: safetensors, and snapshots of the store."""

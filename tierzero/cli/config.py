@@ -1,0 +1,277 @@
+"""What `tierzero train` is told: a TOML file and --set values, checked key by key, every problem one sentence.
+
+Imports no torch: a wrong key is reported at once.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from tierzero.cli.spelling import did_you_mean
+from tierzero.errors import ConfigError
+from tierzero.sizes import parse_size
+
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 8, "hidden": 64, "heads": 4},
+    "demo": {"layers": 32, "hidden": 512, "heads": 8},
+    "400m": {"layers": 32, "hidden": 1024, "heads": 16},
+    "1b": {"layers": 20, "hidden": 2048, "heads": 16},
+    "7b": {"layers": 32, "hidden": 4096, "heads": 32},
+}
+
+
+def _path(value: Any) -> Any:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"must be a path, got {value!r}")
+    if not str(value).strip():
+        raise ValueError("must not be empty")
+    return Path(value).expanduser()
+
+
+def _size(value: Any) -> Any:
+    text = value.strip() if isinstance(value, str) else value
+    parse_size(text, of=1 << 40)  # only the form is checked here: what a share is of comes later
+    return text
+
+
+def _size_or_auto(value: Any) -> Any:
+    return "auto" if value == "auto" else _size(value)
+
+
+def _depth(value: Any) -> Any:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f'must be "auto" or a whole number >= 0, got {value!r}')
+    return value
+
+
+PathValue = Annotated[Path, BeforeValidator(_path)]
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Either the built-in decoder (preset, shape) or a Hugging Face directory (path)."""
+
+    preset: str | None = None
+    path: PathValue | None = None
+    layers: Positive | None = None
+    hidden: Positive | None = None
+    heads: Positive | None = None
+    vocab: Annotated[int, Field(gt=1)] | None = None
+
+
+class DataSection(Section):
+    """Which text, and how much of it a micro-batch holds: `batch` rows of `sequence` tokens."""
+
+    path: PathValue | None = None
+    sequence: Positive = 256
+    batch: Positive = 8
+
+
+class TrainSection(Section):
+    """The loop. `sample` is the number of tokens generated at the end."""
+
+    steps: Positive = 60
+    lr: Annotated[float, Field(gt=0)] | None = None
+    warmup: Annotated[int, Field(ge=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    accumulate: Positive = 1
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    save_every: Positive = 20
+    out: PathValue = Path("runs/demo")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    recompute: bool = True
+    sample: Annotated[int, Field(ge=0)] = 200
+    log_every: Positive = 5
+
+
+class TiersSection(Section):
+    """Byte budgets. Unset: `device` a sixth of the parameters' bytes, `host` a quarter of the optimizer states'."""
+
+    nvme: PathValue | None = None
+    host: Annotated[int | float | str, BeforeValidator(_size)] | None = None
+    device: Annotated[int | float | str, BeforeValidator(_size_or_auto)] | None = None
+    prefetch: Annotated[int | str, BeforeValidator(_depth)] = "auto"
+    gds: Literal["auto", "on", "off"] = "auto"
+
+
+class Config(Section):
+    """The whole configuration; `load` makes one."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    tiers: TiersSection = TiersSection()
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """layers, hidden, heads of the built-in decoder: the preset's, with single values replaced."""
+        own = {key: getattr(self.model, key) for key in ("layers", "hidden", "heads")}
+        return PRESETS[self.model.preset or "demo"] | {key: value for key, value in own.items() if value is not None}
+
+    @property
+    def token_file(self) -> bool:
+        """Whether data.path is a file of token ids rather than text."""
+        return self.data.path is not None and self.data.path.suffix == ".npy"
+
+    @property
+    def lr(self) -> float:
+        if self.train.lr is not None:
+            return self.train.lr
+        return 2e-5 if self.model.path else 6e-4
+
+    @property
+    def warmup(self) -> int:
+        return self.train.warmup if self.train.warmup is not None else min(100, self.train.steps // 12)
+
+    @property
+    def store(self) -> Path:
+        """The directory on NVMe."""
+        return self.tiers.nvme or self.train.out / "store"
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "tiers": TiersSection,
+}
+KEYS = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields]
+
+
+def load(path: Path | None, settings: Iterable[str] = ()) -> Config:
+    """The configuration from a TOML file (or none), `key=value` settings over it. ConfigError: a sentence a problem."""
+    tables = _read(path) if path else {}
+    for setting in settings:
+        _apply(tables, setting)
+    problems = list(_unknown(tables))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        config = Config.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(map(_sentence, error.errors())))) from None
+    _check(config)
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory: name a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _apply(tables: dict[str, Any], setting: str) -> None:
+    """Put `section.key=value` into `tables`; the value is TOML, with quotes around text left out if you like."""
+    name, equals, text = setting.partition("=")
+    name = name.strip()
+    if not equals:
+        raise ConfigError(f"--set {setting}: write section.key=value, such as train.steps=100")
+    section, dot, key = name.partition(".")
+    if not dot or section not in SECTIONS or key not in SECTIONS[section].model_fields:
+        raise ConfigError(f"--set {setting}: unknown key {name}{did_you_mean(name, KEYS)}")
+    table = tables.setdefault(section, {})
+    if isinstance(table, dict):  # otherwise the file's own mistake is reported
+        table[key] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+    return value if isinstance(value, bool | int | float | str | list | dict) else text  # a date is text here
+
+
+def _unknown(tables: dict[str, Any]) -> Iterable[str]:
+    for section, table in tables.items():
+        if section not in SECTIONS:
+            kind = "section" if isinstance(table, dict) else "key"
+            yield f"unknown {kind} {section}{did_you_mean(section, [*SECTIONS, *KEYS])}"
+        elif not isinstance(table, dict):
+            yield f"{section} must be a table of keys ([{section}] on a line of its own), got {table!r}"
+        else:
+            for key in table:
+                if key not in SECTIONS[section].model_fields:
+                    yield f"unknown key {section}.{key}{did_you_mean(f'{section}.{key}', KEYS)}"
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """A pydantic error as `train.lr must be > 0, got -1`."""
+    name = ".".join(str(part) for part in error["loc"][:2])
+    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
+    bounds = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "less_than": ("<", "lt")}
+    if kind in bounds:
+        sign, key = bounds[kind]
+        return f"{name} must be {sign} {context[key]:g}, got {value!r}"
+    if kind == "value_error":
+        said = str(context["error"])
+        return f"{name} {said.removeprefix('size ')}"
+    expected = {
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "a text",
+        "literal_error": f"one of {str(context.get('expected')).replace(' or ', ', ')}",
+    }.get(kind)
+    return f"{name} must be {expected}, got {value!r}" if expected else f"{name}: {error['msg']}, got {value!r}"
+
+
+def _check(config: Config) -> None:
+    """Keys that are fine alone and do nothing, or cannot be, together."""
+    model, data, train = config.model, config.data, config.train
+    if model.path is not None:
+        for key in ("preset", "layers", "hidden", "heads", "vocab"):
+            if getattr(model, key) is not None:
+                raise ConfigError(
+                    f"model.{key} has no effect together with model.path: the model's config.json says it; remove one"
+                )
+        if not model.path.is_dir():
+            raise ConfigError(f"model.path {model.path} is not a directory with config.json and safetensors files")
+    else:
+        _check_decoder(config)
+    if data.path is not None and not data.path.exists():
+        raise ConfigError(f"data.path {data.path} does not exist: name a text file or a directory of text files")
+    if train.warmup is not None and train.warmup > train.steps:
+        raise ConfigError(f"train.warmup is {train.warmup}, more than train.steps = {train.steps}: lower one of them")
+    if train.out.exists() and not train.out.is_dir():
+        raise ConfigError(f"train.out {train.out} is a file: name a directory")
+
+
+def _check_decoder(config: Config) -> None:
+    preset, vocab, shape = config.model.preset, config.model.vocab, None
+    if preset is not None and preset not in PRESETS:
+        hint = did_you_mean(preset, list(PRESETS)) or f": there are {', '.join(PRESETS)}"
+        raise ConfigError(f"model.preset {preset!r} is unknown{hint}")
+    shape = config.shape
+    if shape["hidden"] % (2 * shape["heads"]):
+        raise ConfigError(
+            f"model.hidden = {shape['hidden']} must be a multiple of 2 * model.heads = {2 * shape['heads']}: "
+            "each head takes an even number of features"
+        )
+    if config.token_file and vocab is None:
+        raise ConfigError(f"model.vocab is needed with the token ids in {config.data.path}: how many ids are there?")
+    if not config.token_file and vocab is not None:
+        raise ConfigError(
+            "model.vocab has no effect on byte-level text, whose vocabulary is the 256 bytes: remove it, "
+            "or give token ids in a .npy file as data.path"
+        )

@@ -1,0 +1,124 @@
+"""`tierzero`: the commands. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierzero.errors import ConfigError, TierzeroError
+
+app = typer.Typer(
+    name="tierzero",
+    help="Train PyTorch models larger than the GPU: parameters, gradients, optimizer states on device, host, NVMe.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"tierzero {version('tierzero')}")
+        except PackageNotFoundError:
+            print("tierzero (not installed)")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG.toml]", help="A TOML file with the sections [model], [data], [train], [tiers]."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set one key, over the file: `--set train.steps=100`. Repeatable."
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in train.out.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove the run that train.out holds and start anew.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the placement table; write nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+) -> None:
+    """Train a model under byte budgets.
+
+    Without arguments: the built-in decoder of 103 M parameters on the sources of Python's standard library, into
+    `runs/demo`, with a sixth of the parameters' bytes on the device and a quarter of the optimizer states' in host
+    memory.
+
+    Your own: `--set model.path=DIR` takes a Hugging Face model (config.json and safetensors), `--set data.path=PATH` a
+    text file or a directory of them.
+
+    Keys: `model.{preset,path,layers,hidden,heads,vocab}`, `data.{path,sequence,batch}`,
+    `train.{steps,lr,warmup,weight_decay,clip,accumulate,seed,save_every,out,dtype,recompute,sample,log_every}`,
+    `tiers.{nvme,host,device,prefetch,gds}`. Sizes are bytes, "64MiB", "1.5GB", or a share of memory, "60%".
+
+    Ctrl-C finishes the step, saves and exits; `--resume` goes on with the same losses, bit for bit.
+    """
+    with _sentences():
+        if resume and overwrite:
+            raise ConfigError("--resume goes on with the run in train.out and --overwrite removes it: give one of them")
+        from tierzero.cli.config import load
+
+        loaded = load(config, settings or [])
+        from tierzero.cli.train import run
+
+        run(loaded, resume=resume, overwrite=overwrite, dry_run=dry_run, quiet=quiet)
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """Turns expected errors into a sentence on stderr and an exit code: 2 for the configuration, 1 otherwise."""
+    try:
+        yield
+    except (TierzeroError, OSError) as error:
+        if os.environ.get("TIERZERO_DEBUG", "") not in ("", "0"):
+            raise
+        if isinstance(error, BrokenPipeError):
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
+            raise typer.Exit(1) from None
+        for line in describe(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def describe(error: Exception) -> str:
+    """The error's sentence; an operating-system error names its path even where its text does not."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    path = f"{error.filename}: " if error.filename and str(error.filename) not in str(error.strerror) else ""
+    return f"{path}{error.strerror} [errno {error.errno}]"
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

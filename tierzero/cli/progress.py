@@ -1,0 +1,127 @@
+"""What a person sees while a run goes on: a live line on a terminal, a plain line every few steps elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from tierzero.cli.report import StepReport
+
+
+class View(Protocol):
+    """Where a run tells what it is doing."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def phase(self, text: str) -> None:
+        """A part of the run that takes a while begins."""
+        ...
+
+    def running(self, done: int, total: int) -> AbstractContextManager[None]:
+        """The context in which steps are shown, after `done` of `total` steps."""
+        ...
+
+    def step(self, report: StepReport) -> None: ...
+
+
+def describe(report: StepReport) -> str:
+    """Norms, speed, GB/s per link and what the step waited for."""
+    rate = report.rates()
+    waited = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in report.stalls.items() if seconds >= 0.005)
+    return (
+        f"norm {report.grad_norm:.3f} -> {report.grad_norm_clipped:.3f}  {report.tokens_per_s:,.0f} tok/s  "
+        f"GB/s: NVMe read {rate['nvme_read']:.2f} write {rate['nvme_written']:.2f} "
+        f"H2D {rate['h2d']:.2f} D2H {rate['d2h']:.2f}  waited: {waited or 'nothing'}"
+    )
+
+
+class PlainView:
+    """One line every `every` steps, the first and the last one included."""
+
+    def __init__(self, console: Console, every: int) -> None:
+        self.console = console
+        self.every = every
+        self.total = 0
+        self.first = True
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    phase = say
+
+    @contextmanager
+    def running(self, done: int, total: int) -> Iterator[None]:
+        self.total = total
+        yield
+
+    def step(self, report: StepReport) -> None:
+        if self.first or report.step % self.every == 0 or report.step == self.total:
+            self.say(f"step {report.step}/{self.total}  loss {report.loss:.4f}  {describe(report)}")
+        self.first = False
+
+
+class LiveView:
+    """A bar with step, loss and times left, and under it the rest of the last step."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def phase(self, text: str) -> None:
+        self.console.print(Text(text, style="dim"), soft_wrap=True)
+
+    @contextmanager
+    def running(self, done: int, total: int) -> Iterator[None]:
+        self._task = self._bar.add_task("", total=total, completed=done, loss="")
+        with Live(self._bar, console=self.console, refresh_per_second=4) as self._live:
+            yield
+        self._live = None
+
+    def step(self, report: StepReport) -> None:
+        self._bar.update(self._task, completed=report.step, loss=f"loss {report.loss:.4f}")
+        if self._live is not None:
+            self._live.update(Group(self._bar, Text(describe(report), style="cyan")))
+
+
+class QuietView:
+    """Says nothing."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    phase = say
+
+    @contextmanager
+    def running(self, done: int, total: int) -> Iterator[None]:
+        yield
+
+    def step(self, report: StepReport) -> None:
+        pass
+
+
+def choose_view(console: Console, quiet: bool, every: int) -> View:
+    """The view that fits the output."""
+    if quiet:
+        return QuietView()
+    return LiveView(console) if console.is_terminal else PlainView(console, every)

@@ -1,0 +1,59 @@
+"""The end of a run, for a person."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tierzero.sizes import format_size
+
+
+def print_summary(console: Console, summary: dict[str, Any], sample: str, out: Path) -> None:
+    """The summary as a table, the sample, and where things are."""
+    if sample:
+        console.rule("sample", style="dim")
+        console.print(sample, markup=False, highlight=False, soft_wrap=True)
+        console.rule(style="dim")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in rows(summary):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"summary {out / 'summary.json'}, weights {out / 'export'}", markup=False, highlight=False)
+
+
+def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, text) of what is worth reading."""
+
+    def of(part: str, whole: str) -> str:
+        return f"{format_size(summary[part])} of {format_size(summary[whole])}"
+
+    def against(link: str, kernel: str) -> str:
+        text = f"{format_size(summary[link])}, analytic {format_size(summary[link + '_expected'])}"
+        return text if summary[kernel] is None else f"{text}, the kernel's count {format_size(summary[kernel])}"
+
+    stalls = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in summary["stall_s"].items())
+    out = [("steps", f"{summary['steps']}")]
+    if summary["first_loss"] is not None:
+        out += [
+            ("loss", f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"),
+            ("step time", f"{summary['step_s']:.2f} s, {summary['tokens_per_s']:,.0f} tokens/s"),
+        ]
+    return [
+        *out,
+        ("device peak", of("device_peak", "device_budget")),
+        ("host peak", of("host_peak", "host_budget")),
+        (
+            "resident memory",
+            (
+                f"{format_size(summary['rss_peak'])} at most, {format_size(summary['rss_before'])} before, "
+                f"activations about {format_size(summary['activation_bytes'])}"
+            ),
+        ),
+        ("NVMe read", against("nvme_read", "proc_io_read")),
+        ("NVMe written", against("nvme_written", "proc_io_written")),
+        ("waited for", stalls),
+        ("whole run", f"{summary['seconds']:.0f} s"),
+    ]

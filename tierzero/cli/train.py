@@ -1,0 +1,165 @@
+"""`tierzero train`: from a configuration to a finished run."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from contextlib import closing, suppress
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import tierzero as tz
+from tierzero.cli import memory
+from tierzero.cli.config import Config
+from tierzero.cli.files import write_atomically, write_json
+from tierzero.cli.placement import choose_tiers, print_placement
+from tierzero.cli.progress import View, choose_view
+from tierzero.cli.rundir import check_rundir, clear_rundir, make_directory
+from tierzero.cli.runlog import RunLog, read_metrics
+from tierzero.cli.sample import generate
+from tierzero.cli.stopping import StopSignal
+from tierzero.cli.summary import print_summary
+from tierzero.cli.task import Task, open_task
+from tierzero.cli.trainer import Trainer, seed_everything
+from tierzero.errors import ConfigError
+
+
+def run(config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: bool) -> None:
+    """The whole command. Raises ConfigError, other TierzeroError or OSError with a sentence."""
+    console = Console(quiet=quiet)
+    view = choose_view(console, quiet, config.train.log_every)
+    if config.tiers.gds == "on" and not torch.cuda.is_available():
+        raise ConfigError('tiers.gds = "on" has no effect without a CUDA device: set it to "auto" or "off"')
+    if not dry_run:
+        check_rundir(config, resume, overwrite)
+    task = open_task(config)
+    model = task.build()
+    tiers = choose_tiers(config, model)
+    plan = tz.plan(model, tiers)
+    print_placement(console, config, task, plan)
+    if dry_run:
+        return
+    Session(config, task, model, tiers, plan, view, console).run(resume, overwrite)
+
+
+class Session:
+    """One process's part of a run."""
+
+    def __init__(
+        self, config: Config, task: Task, model: nn.Module, tiers: Any, plan: Any, view: View, console: Console
+    ) -> None:
+        self.config = config
+        self.task = task
+        self.model = model
+        self.tiers = tiers
+        self.plan = plan
+        self.view = view
+        self.console = console
+
+    def run(self, resume: bool, overwrite: bool) -> None:
+        config, out = self.config, self.config.train.out
+        make_directory(out)
+        with StopSignal() as stop:
+            gc.collect()
+            memory.return_free_memory()
+            memory.reset_peak()
+            self.rss_before, self.disk_before, self.started = (
+                memory.resident(),
+                memory.disk_bytes(),
+                time.perf_counter(),
+            )
+            self.model = tz.offload(self.model, self.tiers, resume=resume, overwrite=overwrite)
+            try:
+                if overwrite:  # only now that the store is ours
+                    clear_rundir(config)
+                self._train(resume, stop)
+            except BaseException:
+                with suppress(Exception):  # the first error is the one to tell
+                    tz.close(self.model)
+                raise
+            tz.close(self.model)
+
+    def _train(self, resume: bool, stop: StopSignal) -> None:
+        config = self.config
+        trainer = self._trainer(resume)
+        with closing(RunLog(config.train.out, after=trainer.step)) as log:
+            trainer.run(log, stop=lambda: stop.asked)
+        if trainer.step < config.train.steps:
+            self.view.say(
+                f"stopped after step {trainer.step} of {config.train.steps}, saved in {config.store}; "
+                "go on with the same command and --resume"
+            )
+        else:
+            self._finish(trainer)
+
+    def _trainer(self, resume: bool) -> Trainer:
+        if resume:
+            trainer = Trainer(self.config, self.task, self.model, self.view)
+            trainer.restore()
+            return trainer
+        seed_everything(self.config.train.seed)
+        self.view.phase(f"{'loading' if self.config.model.path else 'initialising'} {self.plan.params:,} parameters")
+        self.task.fill(self.model)
+        return Trainer(self.config, self.task, self.model, self.view)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Measures, then sample, export and summary."""
+        stats, rss_peak, disk = tz.stats(self.model), memory.resident_peak(), memory.disk_bytes()
+        summary = self._summary(trainer, stats, rss_peak, disk)
+        out, train = self.config.train.out, self.config.train
+        text = ""
+        if train.sample:
+            self.view.phase(f"generating {train.sample} tokens")
+            text = self.task.text(generate(self.task, self.model, train.sample, self.config.data.sequence, train.seed))
+            write_atomically(out / "sample.txt", text + "\n")
+        self.view.phase(f"exporting to {out / 'export'}")
+        make_directory(out / "export")
+        tz.export_safetensors(self.model, out / "export" / "model.safetensors")
+        self.task.export_files(out / "export")
+        write_json(out / "summary.json", summary)
+        print_summary(self.console, summary, text, out)
+
+    def _summary(
+        self, trainer: Trainer, stats: dict[str, Any], rss_peak: int, disk: tuple[int, int] | None
+    ) -> dict[str, Any]:
+        lines = read_metrics(self.config.train.out / "metrics.jsonl")
+        settled = [line for line in lines if line["step"] > 2] or lines  # the first steps learn the order of use
+        moved = (disk[0] - self.disk_before[0], disk[1] - self.disk_before[1]) if disk and self.disk_before else None
+        return {
+            "steps": trainer.step,
+            "first_loss": lines[0]["loss"] if lines else None,
+            "last_loss": lines[-1]["loss"] if lines else None,
+            "params": self.plan.params,
+            "param_bytes": self.plan.param_bytes,
+            "state_bytes": self.plan.state_bytes,
+            "device_budget": stats["device_budget"],
+            "device_peak": stats["device_peak"],
+            "host_budget": stats["host_budget"],
+            "host_peak": stats["host_peak"],
+            "activation_bytes": self.task.activation_bytes,
+            "rss_before": self.rss_before,
+            "rss_peak": rss_peak,
+            "nvme_read": stats["nvme_read"],
+            "nvme_written": stats["nvme_written"],
+            "nvme_read_expected": stats["nvme_read_expected"],
+            "nvme_written_expected": stats["nvme_written_expected"],
+            "proc_io_read": moved[0] if moved else None,
+            "proc_io_written": moved[1] if moved else None,
+            "h2d": stats["h2d"],
+            "d2h": stats["d2h"],
+            "step_s": statistics.median(line["step_s"] for line in settled) if settled else None,
+            "tokens_per_s": statistics.median(line["tokens_per_s"] for line in settled) if settled else None,
+            "stall_s": {
+                "fetch": stats["stall_fetch_s"],
+                "update": stats["stall_update_s"],
+                "gradient": stats["stall_grad_s"],
+            },
+            "hits": stats["hits"],
+            "misses": stats["misses"],
+            "skipped_steps": stats["skipped_steps"],
+            "seconds": time.perf_counter() - self.started,
+        }

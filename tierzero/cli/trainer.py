@@ -1,0 +1,159 @@
+"""The training loop of the command: a plain PyTorch loop around an offloaded model, and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import tierzero as tz
+from tierzero.cli import checkpoints
+from tierzero.cli.config import Config
+from tierzero.cli.data import Sampler
+from tierzero.cli.progress import View
+from tierzero.cli.report import Meter, StepReport, clipped_norm
+from tierzero.cli.runlog import RunLog
+from tierzero.cli.task import Task
+
+
+def schedule(config: Config) -> Callable[[int], float]:
+    """The factor on the learning rate at optimizer step 0, 1, ...: linear warmup, then a cosine down to a tenth."""
+    warmup, steps = config.warmup, config.train.steps
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        part = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * part))
+
+    return factor
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices are decayed; vectors and scalars (norms, biases) are not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = [(matrices, weight_decay), (vectors, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+class Trainer:
+    """An offloaded model with its optimizer, scheduler and position; `step` counts the steps done."""
+
+    def __init__(self, config: Config, task: Task, model: nn.Module, view: View) -> None:
+        """`model` is offloaded and holds values, or is about to get them by `restore`."""
+        self.config = config
+        self.task = task
+        self.model = model
+        self.view = view
+        self.sampler = Sampler(task.corpus, config.data.sequence, config.data.batch, config.train.seed)
+        self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = tz.AdamW(parameter_groups(model, config.train.weight_decay), lr=config.lr)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(config))
+        self.step = 0
+        self.saved: int | None = None
+
+    def restore(self) -> None:
+        """Take position, scheduler, random generators and optimizer state from the snapshot the store was opened at."""
+        meta = tz.restore(self.model, self.optimizer)
+        self.scheduler.load_state_dict(meta["scheduler"])
+        self._follow_configured_lr()
+        checkpoints.set_random_state(meta["random"])
+        self.step = self.saved = int(meta["step"])
+        self.view.say(
+            f"resumed after step {self.step} of {self.config.train.steps} from {self.config.store}: parameters, "
+            "optimizer states, scheduler and random generators restored"
+        )
+        for change in checkpoints.changes(meta["settings"], self.config):
+            self.view.say(f"  set otherwise than before: {change}")
+        if meta["text"] != self.task.corpus.fingerprint():
+            self.view.say("  the text is not the one of the checkpoint: the losses go on from other data")
+
+    def _follow_configured_lr(self) -> None:
+        """Rate and schedule come from the configuration, the position from the checkpoint."""
+        rate = self.config.lr * schedule(self.config)(self.scheduler.last_epoch)
+        self.scheduler.base_lrs = [self.config.lr] * len(self.optimizer.param_groups)
+        self.scheduler._last_lr = [rate] * len(self.optimizer.param_groups)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["initial_lr"] = rate, self.config.lr
+
+    def run(self, log: RunLog, stop: Callable[[], bool]) -> None:
+        """Steps until train.steps or until `stop()`, with checkpoints on the way and one at the end."""
+        train = self.config.train
+        if self.saved is None:
+            self.save(None)  # from here on a crash at any moment can be resumed
+        meter = Meter(tz.stats(self.model))
+        with self.view.running(self.step, train.steps):
+            while self.step < train.steps and not stop():
+                report = self.one_step(meter)
+                log.write(report.line())
+                self.view.step(report)
+                if self.step % train.save_every == 0:
+                    self.save(report.loss)
+        tz.synchronize(self.model)
+        if self.saved != self.step:
+            self.save(log.last["loss"] if log.last else None)
+
+    def one_step(self, meter: Meter) -> StepReport:
+        """`accumulate` micro-batches, clip, update."""
+        train, data = self.config.train, self.config.data
+        start = time.perf_counter()
+        losses = []
+        for micro in range(train.accumulate):
+            loss = self.task.loss(self.model, self.sampler(self.step, micro)) / train.accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        norm = tz.clip_grad_norm_(self.params, train.clip or math.inf)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        total, before = float(torch.stack(losses).sum()), float(norm)
+        seconds = time.perf_counter() - start
+        stalls, moved = meter(tz.stats(self.model))
+        return StepReport(
+            step=self.step,
+            loss=total,
+            grad_norm=before,
+            grad_norm_clipped=clipped_norm(before, train.clip),
+            lr=rate,
+            tokens_per_s=train.accumulate * data.batch * data.sequence / seconds,
+            step_s=seconds,
+            stalls=stalls,
+            bytes=moved,
+        )
+
+    def save(self, loss: float | None) -> None:
+        """Commit a snapshot of model, optimizer, scheduler, random generators and position."""
+        meta = {
+            "step": self.step,
+            "loss": loss,
+            "scheduler": _plain_scheduler(self.scheduler),
+            "random": checkpoints.random_state(),
+            "model": checkpoints.model_identity(self.config),
+            "settings": checkpoints.loop_settings(self.config),
+            "text": self.task.corpus.fingerprint(),
+        }
+        tz.commit(self.model, self.optimizer, name=checkpoints.snapshot_name(self.step), meta=meta)
+        checkpoints.write_note(self.config, self.step, loss)
+        self.saved = self.step
+
+
+def _plain_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
+    """The scheduler's state as JSON values; its lambdas are in the code."""
+    state: dict[str, Any] = scheduler.state_dict()
+    return {key: value for key, value in state.items() if isinstance(value, bool | int | float | list | str | None)}

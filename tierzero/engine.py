@@ -1,0 +1,318 @@
+"""Engine: one offloaded model's units, tiers, pager and hooks, put together and taken apart."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tierzero.errors import ConfigError, StoreError, TierzeroError
+from tierzero.homes import Homes
+from tierzero.hooks import Hooks
+from tierzero.loop import LoopThread
+from tierzero.malloc import SMALLEST, map_from
+from tierzero.metrics import Metrics
+from tierzero.native import NATIVE
+from tierzero.optim.streamed import StreamedStep
+from tierzero.pager import Pager
+from tierzero.partition import Part, Units, partition
+from tierzero.placement import Placement, UnitSize, place
+from tierzero.records import HostRecord
+from tierzero.store import Store
+from tierzero.tiers.config import Tiers
+from tierzero.tiers.host import Block, HostArena
+from tierzero.transfer import make_transfer
+from tierzero.unit import Unit, spec_of
+from tierzero.updates import UpdateQueue
+
+T = TypeVar("T")
+REGIONS = ("param", "frozen", "fp32")
+
+
+def unit_sizes(parts: Sequence[Part]) -> list[UnitSize]:
+    """What placement needs to know of `parts`."""
+    from tierzero.layout import unit_layout
+
+    inside = [{id(module) for module in part.module.modules()} for part in parts]
+    sizes = []
+    for index, part in enumerate(parts):
+        around = tuple(i for i, modules in enumerate(inside) if i != index and id(part.module) in modules)
+        layout = unit_layout([spec_of(name, param) for name, param in zip(part.names, part.params, strict=True)])
+        sizes.append(UnitSize(part.name, layout, around))
+    return sizes
+
+
+class Engine:
+    """Built by `offload`. `model` keeps its modules; its parameters become rest parameters over the tiers."""
+
+    def __init__(
+        self, model: nn.Module, tiers: Tiers, units: Units | None, resume: str | bool, overwrite: bool
+    ) -> None:
+        tiers.check()
+        parts = partition(model, units)
+        _check(model, parts)
+        self.model = weakref.ref(model)
+        self.tiers = tiers
+        self.device = tiers.compute_device()
+        self.metrics = Metrics()
+        self.closed = False
+        sizes = unit_sizes(parts)
+        directory = tiers.directory()
+        self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()
+        self.placement: Placement = place(
+            sizes,
+            host=self.metrics.host_budget,
+            device=self.metrics.device_budget,
+            nvme=directory is not None,
+            native=NATIVE is not None,
+            cuda=self.device.type == "cuda",
+        )
+        self._undo: list[Any] = []
+        try:
+            self._build(model, parts, directory, resume, overwrite)
+        except BaseException:
+            for undo in reversed(self._undo):
+                undo()
+            raise
+        _ENGINES.add(self)
+
+    # -- building
+    # --------------------------------------------------------------------------------------------------------
+
+    def _build(self, model: nn.Module, parts: list[Part], directory: Any, resume: str | bool, overwrite: bool) -> None:
+        placement = self.placement
+        self.loop = LoopThread()
+        self._undo.append(self.loop.close)
+        self.arena = HostArena(placement.host_needed)
+        self._undo.append(self.arena.close)
+        self.io: Any = None
+        if NATIVE is not None:
+            from tierzero.tiers.nvme import NativeEngine
+
+            self.io = NativeEngine(block=placement.block)
+            self._undo.append(self.io.close)
+        self.store: Store | None = None
+        if directory is not None:
+            self.store = Store(directory, engine=self.io, resume=resume, overwrite=overwrite)
+            self._undo.append(self.store.close)
+        elif resume:
+            raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
+        self.homes = Homes(self.store, self.arena, self.metrics, placement.chunk)
+        self.streamed = self._streamed()
+        self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
+        self.updates = UpdateQueue(self.metrics, self.streamed.width)
+        staging = [self.arena.allocate(placement.block, "staging for fetches") for _ in range(placement.staging_blocks)]
+        if self.device.type == "cpu":
+            flats = [unit.layout.flat_bytes for unit in self.units]
+            map_from(min((nbytes for nbytes in flats if nbytes >= SMALLEST), default=SMALLEST))
+        transfer = make_transfer(self.device, self.metrics, staging)
+        budget = self.metrics.device_budget - placement.grad_reserve
+        self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
+        if self.store is not None:
+            self._reserve()
+            if self.store.resumed is not None:
+                self.loop.run(self.store.verify())
+                _check_same_model(self.store.resumed.meta, self.describe())
+        moved: list[Unit] = []
+        try:
+            for unit, part in zip(self.units, parts, strict=True):
+                self._move(unit, part)
+                moved.append(unit)
+        except BaseException:
+            for unit in moved:  # a failure leaves the model as it was
+                _give_back(unit, self.loop)
+            raise
+        if self.device.type != "cpu":
+            _move_buffers(model, self.device)
+        self.hooks = Hooks(model, self.units, self.pager)
+
+    def _move(self, unit: Unit, part: Part) -> None:
+        """Take one unit's parameters out of the model and into the tiers; its memory is free afterwards."""
+        unit.slots = part.slots
+        unit.owner = self
+        unit.state_host = self.placement.state_host[unit.uid]
+        self._place(unit)
+        unit.build(part.params, self.device, partial(self.pager.settle, unit), partial(self.pager.at_rest, unit))
+        if self.store is None or self.store.resumed is None:
+            self.loop.run(self.homes.write_first(unit, part.params))
+        else:
+            self.loop.run(self.homes.reopen(unit))
+        unit.register_rest()
+        part.params.clear()
+
+    def _streamed(self) -> StreamedStep:
+        placement = self.placement
+        stepper = None
+        work: Block | None = None
+        if NATIVE is not None and placement.update_bytes:
+            buffers = self.arena.allocate(placement.update_bytes, "chunk buffers of the optimizer step")
+            stepper = NATIVE.Stepper(self.io.native, buffers.tensor, placement.chunk)
+            self._undo.append(stepper.close)
+        elif placement.work_bytes:
+            work = self.arena.allocate(placement.work_bytes, "one state record for the optimizer step")
+        return StreamedStep(self.store, self.metrics, stepper, self.io, work)
+
+    def _reserve(self) -> None:
+        """Have the space for all records and for those being rewritten, so that a full disk shows now."""
+        assert self.store is not None
+        held = {name: extent.nbytes for name, extent in self.store.current.items()}
+        need = sum(nbytes for name, nbytes in self.disk_records() if name not in held) + sum(held.values())
+        largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
+        self.store.reserve(need + self.streamed.width * largest)
+
+    def disk_records(self) -> list[tuple[str, int]]:
+        """(name, bytes) of every record that lies in the store when all state records exist."""
+        records = []
+        for index, unit in enumerate(self.units):
+            if not self.placement.param_host[index]:
+                records += [
+                    (f"{unit.name}/{region}", unit.layout.region_bytes(region))
+                    for region in ("param", "frozen")
+                    if region in unit.layout.regions
+                ]
+            if not self.placement.state_host[index] and unit.layout.elements:
+                records.append((f"{unit.name}/state", unit.layout.state_bytes))
+        return records
+
+    def _place(self, unit: Unit) -> None:
+        """Take the unit's host memory."""
+        layout = unit.layout
+        if layout.grad_bytes:
+            unit.grad_block = self.arena.allocate(layout.grad_bytes, f"gradients of unit {unit.name}")
+        if self.placement.param_host[unit.uid] and layout.flat_bytes:
+            unit.host_flat = self.arena.allocate(layout.flat_bytes, f"parameters of unit {unit.name}")
+            for region, (offset, nbytes) in layout.regions.items():
+                unit.records[region] = HostRecord(unit.host_flat.tensor[offset : offset + nbytes])
+
+    # -- optimizer state
+    # -------------------------------------------------------------------------------------------------
+
+    def ensure_state(self) -> None:
+        """Create the state records that do not exist yet: master from the parameters, zero moments."""
+        for unit in self.units:
+            if unit.state is None and unit.layout.elements:
+                self.loop.run(self.homes.create_state(unit))
+
+    # -- snapshots
+    # -------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What a snapshot must agree with to be opened under this model."""
+        return {
+            "chunk": self.placement.chunk,
+            "units": [
+                [
+                    unit.name,
+                    [[p.spec.name, list(p.spec.shape), p.spec.dtype, p.spec.trainable] for p in unit.layout.places],
+                ]
+                for unit in self.units
+            ],
+        }
+
+    # -- the rest
+    # ---------------------------------------------------------------------------------------------------------
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop."""
+        return self.loop.run(work)
+
+    def moved(self) -> tuple[int, int]:
+        """(bytes read, bytes written) on NVMe since `offload`."""
+        if self.io is not None:
+            counters = self.io.counters()
+            return int(counters["bytes_read"]), int(counters["bytes_written"])
+        return (self.store.file.bytes_read, self.store.file.bytes_written) if self.store is not None else (0, 0)
+
+    def close(self) -> None:
+        """Finish what is queued, free everything, release the store. The model's parameters stay at rest and
+        unreadable.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        _ENGINES.discard(self)
+        try:
+            self.pager.synchronize()
+        finally:
+            self.hooks.reset()
+            self.pager.close()
+            self.hooks.remove()
+            for undo in reversed(self._undo):
+                undo()
+
+
+_ENGINES: set[Engine] = set()
+
+
+def _close_all() -> None:
+    for engine in list(_ENGINES):
+        try:
+            engine.close()
+        except Exception:  # at interpreter exit there is nobody left to tell
+            continue
+
+
+atexit.register(_close_all)
+
+
+def _check(model: nn.Module, parts: list[Part]) -> None:
+    if not parts:
+        raise TierzeroError(f"{type(model).__name__} has no parameters to offload")
+    for part in parts:
+        for name, param in zip(part.names, part.params, strict=True):
+            if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
+                raise TierzeroError(
+                    f"parameter {name} is a {type(param.data if type(param) is nn.Parameter else param).__name__}, "
+                    "not a plain nn.Parameter: "
+                    "offload() takes models before they are offloaded, sharded, quantised or lazily initialised"
+                )
+            if param.layout is not torch.strided:
+                raise TierzeroError(
+                    f"parameter {name} is {param.layout}; tierzero moves dense (strided) parameters only"
+                )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise TierzeroError(
+                f"buffer {name} is on the meta device: buffers stay on the compute device, so give it its value "
+                "before offload()"
+            )
+
+
+def _check_same_model(meta: dict[str, Any], now: dict[str, Any]) -> None:
+    then = meta.get("engine", {})
+    if then.get("units") == now["units"] and then.get("chunk") == now["chunk"]:
+        return
+    before = {name: spec for _, specs in then.get("units", []) for name, *spec in specs}
+    after = {name: spec for _, specs in now["units"] for name, *spec in specs}
+    differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    what = (
+        f"first difference: {differing[0]}, {before.get(differing[0])} there and {after.get(differing[0])} here"
+        if differing
+        else "the units are cut differently"
+    )
+    raise StoreError(
+        f"the snapshot was written by another model ({what}); resume with the model and units= that wrote it"
+    )
+
+
+def _give_back(unit: Unit, loop: LoopThread) -> None:
+    """Put plain parameters with the unit's values back into the modules."""
+    for index, (rest, slots) in enumerate(zip(unit.rest, unit.slots, strict=True)):
+        blank = index in unit.blank
+        value = torch.empty(rest.shape, dtype=rest.dtype, device="meta") if blank else loop.run(unit.read_param(index))
+        param = nn.Parameter(value, requires_grad=rest.requires_grad)
+        param.__dict__.update(unit.live[index].__dict__)
+        for module, name in slots:
+            module._parameters[name] = param
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,33 @@
+"""The exceptions that tierzero raises; failures of the operating system are ``OSError(errno, sentence, path)``."""
+
+
+class TierzeroError(RuntimeError):
+    """The base of every error that tierzero itself raises."""
+
+
+class BudgetError(TierzeroError):
+    """A byte budget is too small for what was asked of it; the message names the bytes needed."""
+
+
+class StoreError(TierzeroError):
+    """A store directory cannot be used as asked; the message names the path and what to do."""
+
+
+class StoreBusyError(StoreError):
+    """The store is held by a living process; the message names its pid and command."""
+
+
+class StoreCorruptError(StoreError):
+    """A manifest or record on disk is not what was written; nothing was deleted."""
+
+
+class PagedOutError(TierzeroError):
+    """A parameter at rest was used outside its unit; the message names it and ``unsharded``."""
+
+
+class ConfigError(TierzeroError, ValueError):
+    """A setting is unknown, inapplicable or out of range; the message names it."""
+
+
+class NonFiniteGradientError(TierzeroError):
+    """Too many steps in a row were skipped because a gradient was infinite or not a number."""

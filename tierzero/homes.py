@@ -1,0 +1,156 @@
+"""The first bytes of a unit's records: from parameters, from a snapshot, or fresh optimizer state; and the way back."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tierzero.checksum import Sums, checksum, combine
+from tierzero.errors import StoreError
+from tierzero.layout import STATE_BYTES
+from tierzero.metrics import Metrics
+from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.store import Store
+from tierzero.tiers.host import HostArena
+from tierzero.unit import Unit
+
+
+class Homes:
+    """Where the records of one model's units are made; all coroutines run on the engine's loop."""
+
+    def __init__(self, store: Store | None, arena: HostArena, metrics: Metrics, chunk: int) -> None:
+        self.store = store
+        self.arena = arena
+        self.metrics = metrics
+        self.chunk = chunk
+
+    async def write_first(self, unit: Unit, params: list[nn.Parameter]) -> None:
+        """Give the unit's records their first bytes, from real parameters; those of a meta model stay blank."""
+        for region in unit.layout.regions:
+            nbytes = unit.layout.region_bytes(region)
+            members = [(index, place) for index, place in enumerate(unit.layout.places) if place.region == region]
+            unit.blank.update(index for index, _ in members if params[index].is_meta)
+            record = unit.records.get(region)
+            if record is None:
+                assert self.store is not None
+                record = unit.records[region] = DiskRecord(self.store, f"{unit.name}/{region}", nbytes, self.metrics)
+                if len(members) == sum(params[index].is_meta for index, _ in members):
+                    self.store.create(record.name, nbytes)
+                    continue
+                data = torch.zeros(nbytes, dtype=torch.uint8)
+            else:
+                data = record.data  # type: ignore[union-attr]
+                data.zero_()
+            for index, place in members:
+                if not params[index].is_meta and place.spec.nbytes:
+                    raw = params[index].detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+                    data[place.offset : place.offset + place.spec.nbytes].copy_(raw)
+            if isinstance(record, DiskRecord):
+                self.metrics.add("nvme_written_expected", nbytes)
+                await self.store.put(record.name, data)  # type: ignore[union-attr]
+
+    async def create_state(self, unit: Unit) -> None:
+        layout, chunk = unit.layout, self.chunk
+        name = f"{unit.name}/state"
+        if unit.state_host:
+            block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
+            record = HostRecord(block.tensor[: layout.state_bytes])
+            record.data.zero_()
+            state = StateRecord(record, layout.elements, chunk)
+            for first in range(0, layout.elements, chunk):
+                await state.write(
+                    StateRecord.MASTER, first, await self._master(unit, first, min(first + chunk, layout.elements))
+                )
+            unit.state = state
+            return
+        assert self.store is not None
+        extent = self.store.allocate(layout.state_bytes, name)
+        try:
+            sums: Sums = (0, 0)
+            for first in range(0, layout.elements, chunk):
+                count = min(chunk, layout.elements - first)
+                data = torch.zeros(3 * count, dtype=torch.float32)
+                data[:count] = await self._master(unit, first, first + count)
+                raw = data.view(torch.uint8)
+                await self.store.file.write(extent.offset + STATE_BYTES * first, raw)
+                sums = combine(sums, checksum(raw, 3 * first))
+        except BaseException:
+            self.store.discard(extent)
+            raise
+        self.metrics.add("nvme_written_expected", layout.state_bytes)
+        self.store.publish(name, extent, sums)
+        unit.state = StateRecord(DiskRecord(self.store, name, layout.state_bytes, self.metrics), layout.elements, chunk)
+        old = unit.records.get("fp32")
+        if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
+            del unit.records["fp32"]
+            self.store.remove(old.name)
+
+    async def _master(self, unit: Unit, first: int, last: int) -> torch.Tensor:
+        """Elements [first, last) of the unit's parameters in float32, zero where there is none."""
+        out = torch.zeros(last - first, dtype=torch.float32)
+        for index, place in enumerate(unit.layout.places):
+            lo, hi = max(first, place.elem), min(last, place.elem + place.spec.numel)
+            if place.elem < 0 or lo >= hi:
+                continue
+            part = torch.empty(hi - lo, dtype=unit.live[index].dtype)
+            await unit.read_region(
+                place.region, place.offset + (lo - place.elem) * place.spec.itemsize, part.view(torch.uint8)
+            )
+            out[lo - first : hi - first] = part
+        return out
+
+    async def reopen(self, unit: Unit) -> None:
+        """Take the unit's records from the snapshot to wherever they are placed now."""
+        store = self.store
+        assert store is not None
+        layout = unit.layout
+        name = f"{unit.name}/state"
+        if name in store.current:
+            on_disk = DiskRecord(store, name, layout.state_bytes, self.metrics)
+            unit.state = StateRecord(on_disk, layout.elements, self.chunk)
+            if unit.state_host:
+                block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
+                record = HostRecord(block.tensor[: layout.state_bytes])
+                await on_disk.read(0, record.data)
+                unit.state = StateRecord(record, layout.elements, self.chunk)
+        for region in layout.regions:
+            stored = f"{unit.name}/{region}"
+            host = unit.records.get(region)
+            if stored in store.current:
+                record_on_disk = DiskRecord(store, stored, layout.region_bytes(region), self.metrics)
+                if isinstance(host, HostRecord):
+                    await record_on_disk.read(0, host.data)
+                    store.remove(stored)
+                else:
+                    unit.records[region] = record_on_disk
+            elif region == "fp32" and unit.state is not None:
+                if host is not None:
+                    assert isinstance(host, HostRecord)
+                    await unit.state.read(StateRecord.MASTER, 0, host.data.view(torch.float32))
+            else:
+                raise StoreError(
+                    f"the snapshot in {store.directory} lacks the record {stored!r}; it was not written by a whole "
+                    "commit"
+                )
+        if unit.state is not None and not unit.state.on_disk:
+            store.remove(name)
+
+    async def flush_host(self, units: list[Unit]) -> list[str]:
+        """Write the records that lie in host memory into the store, so that a snapshot holds everything; their names
+        there.
+        """
+        store = self.store
+        assert store is not None
+        names = []
+        for unit in units:
+            data: dict[str, torch.Tensor] = {}
+            for region, record in unit.records.items():
+                if isinstance(record, HostRecord) and not (region == "fp32" and unit.state is not None):
+                    data[region] = record.data
+            if unit.state is not None and isinstance(unit.state.record, HostRecord):
+                data["state"] = unit.state.record.data
+            for kind, raw in data.items():
+                self.metrics.add("nvme_written_expected", raw.numel())
+                await store.put(f"{unit.name}/{kind}", raw)
+                names.append(f"{unit.name}/{kind}")
+        return names

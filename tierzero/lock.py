@@ -1,0 +1,166 @@
+"""The lock of a store directory: who holds it, and what a crashed run left.
+
+Note [lock]
+`flock` on the file `lock` says whether the holder lives: the kernel drops it however a process ends. The file's text,
+one JSON object, says who that is. The file is removed when a store is closed, so a file that is present but not
+locked was left by a crash. A forked child (a data loader's worker, say) shares the parent's lock and would keep it
+after the parent's death, so children close it at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+import weakref
+from dataclasses import asdict, dataclass
+
+from tierzero.errors import StoreBusyError, StoreError
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds or held a store; `started` is seconds since the epoch.
+
+    A pid of 0 means that the lock file did not say.
+    """
+
+    pid: int
+    host: str
+    started: float
+    argv: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Holder:
+        """This process."""
+        return cls(os.getpid(), socket.gethostname(), time.time(), tuple(sys.orig_argv or sys.argv))
+
+    @classmethod
+    def parse(cls, text: bytes) -> Holder:
+        """What the text of a lock file says; an unreadable one gives pid 0."""
+        try:
+            value = json.loads(text)
+            return cls(
+                int(value["pid"]),
+                str(value["host"]),
+                float(value["started"]),
+                tuple(str(word) for word in value["argv"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            return cls(0, "", 0.0, ())
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "an unknown process"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+        command = " ".join(" ".join(self.argv).split())
+        return f"pid {self.pid} on {self.host}, started {when}: {command[:200]}{'...' if len(command) > 200 else ''}"
+
+
+class DirectoryLock:
+    """Holds `directory`/lock. `stale` is the Holder that a crash left, or None. See Note [lock].
+
+    Raises StoreBusyError naming the living holder, and StoreError if the file cannot be created.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.path = os.path.join(directory, "lock")
+        self.stale: Holder | None = None
+        self._before = b""
+        self._fd = self._acquire()
+        self._owner = os.getpid()
+        _held.add(self)
+
+    def _acquire(self) -> int:
+        while True:
+            try:
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                created = True
+            except FileExistsError:
+                created = False
+                try:
+                    fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    continue  # its holder closed the store in between
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not self._is_current(fd):
+                    os.close(fd)
+                    continue  # removed by its holder between open and flock
+                self._before = os.pread(fd, 1 << 20, 0)
+                if not created:
+                    self.stale = Holder.parse(self._before)
+                self._write(fd, json.dumps(asdict(Holder.here())).encode())
+                return fd
+            except OSError as error:
+                try:
+                    if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                        holder = Holder.parse(os.pread(fd, 1 << 20, 0))
+                        raise StoreBusyError(
+                            f"the store {os.path.dirname(self.path)} is held by a living process ({holder}): "
+                            "stop that run, close its store, or give this one a directory of its own"
+                        ) from None
+                    raise StoreError(
+                        f"cannot lock {self.path}: {error.strerror}. "
+                        "Use a directory on a file system that supports flock and has space"
+                    ) from error
+                finally:
+                    os.close(fd)
+
+    def _is_current(self, fd: int) -> bool:
+        try:
+            there, here = os.stat(self.path), os.fstat(fd)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    @staticmethod
+    def _write(fd: int, text: bytes) -> None:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text, 0)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process still holds the lock."""
+        return self._fd >= 0 and self._owner == os.getpid()
+
+    def release(self, *, remove: bool = True) -> None:
+        """Give the lock up and remove its file; without `remove` the file stays, as a crash would leave it.
+
+        Harmless when not held.
+        """
+        if not self.held:
+            return
+        _held.discard(self)
+        fd, self._fd = self._fd, -1
+        try:
+            if remove and self._is_current(fd):
+                os.unlink(self.path)  # while still locked, so that nobody can have opened it as theirs
+        finally:
+            os.close(fd)
+
+    def give_back(self) -> None:
+        """Undo the acquisition: what a crash had left is left again."""
+        if self.held and self.stale is not None:
+            self._write(self._fd, self._before)
+            self.release(remove=False)
+        else:
+            self.release()
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in list(_held):
+        if lock._fd >= 0:
+            os.close(lock._fd)
+            lock._fd = -1
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

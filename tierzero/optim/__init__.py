@@ -1,0 +1,1 @@
+"""The streamed optimizer: AdamW over state records, and exact gradient clipping."""

@@ -1,0 +1,225 @@
+"""One unit's optimizer step as a read -> update -> write over its state record, native or in Python.
+
+Note [versions]
+Records in the store are never overwritten: the update reads the current version and writes new extents, and both (state and parameter copy) are published
+only when all bytes are written. An update that failed has changed nothing and may be run again; records in host memory are written as it goes, but
+from the old state alone, so running again gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierzero.layout import Place, state_pieces
+from tierzero.metrics import Metrics
+from tierzero.records import DiskRecord, StateRecord
+from tierzero.store import Store
+from tierzero.tiers.host import Block
+from tierzero.unit import Unit
+
+MODEL_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one parameter's update needs besides tensors; `step` counts from 1, `coef` is the clip coefficient."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    coef: float
+
+    def scalars(self) -> tuple[float, ...]:
+        """(decay, w1, beta2, w2, eps, step size, sqrt(bias correction 2), coef), as torch's fused AdamW forms them in double."""
+        correction1 = 1 - self.beta1**self.step
+        correction2 = 1 - self.beta2**self.step
+        return (
+            1 - self.lr * self.weight_decay,
+            1 - self.beta1,
+            self.beta2,
+            1 - self.beta2,
+            self.eps,
+            self.lr / correction1,
+            math.sqrt(correction2),
+            self.coef,
+        )
+
+
+IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0)  # scalars of a parameter without a gradient: not used
+
+
+class StreamedStep:
+    """Runs updates; `stepper` is the native pipeline, or None: then `work` (host bytes for one record) serves a plain Python one."""
+
+    def __init__(self, store: Store | None, metrics: Metrics, stepper: Any, io: Any, work: Block | None) -> None:
+        self.store = store
+        self.metrics = metrics
+        self.stepper = stepper
+        self.io = io
+        self.work = work
+
+    @property
+    def width(self) -> int:
+        """How many updates may be on their way at once."""
+        return 3 if self.stepper is not None else 1
+
+    async def update(self, unit: Unit, hypers: dict[int, Hyper]) -> None:
+        """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer."""
+        state, param = unit.state, unit.records.get("param")
+        assert state is not None
+        extents = []
+        try:
+            new_state = new_param = None
+            if isinstance(state.record, DiskRecord):
+                extents.append(new_state := self._room(state.record))
+                self.metrics.add("nvme_read_expected", state.record.nbytes)
+            if isinstance(param, DiskRecord):
+                extents.append(new_param := self._room(param))
+            run = self._native if self.stepper is not None else self._python
+            state_sum, param_sum = await run(unit, hypers, new_state, new_param)
+        except BaseException:
+            for extent in extents:
+                assert self.store is not None
+                self.store.discard(extent)
+            raise
+        if isinstance(state.record, DiskRecord):
+            state.record.store.publish(state.record.name, new_state, state_sum)
+        if isinstance(param, DiskRecord):
+            param.store.publish(param.name, new_param, param_sum)
+
+    def _room(self, record: DiskRecord) -> Any:
+        extent = record.store.allocate(record.nbytes, record.name)
+        self.metrics.add("nvme_written_expected", record.nbytes)
+        return extent
+
+    # -- native ----------------------------------------------------------------------------------------------------------
+
+    async def _native(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any) -> tuple[Any, Any]:
+        state, param = unit.state, unit.records.get("param")
+        assert state is not None and unit.grad_block is not None
+        segments = []
+        for index, place in enumerate(unit.layout.places):
+            if place.elem < 0 or not place.spec.numel:
+                continue
+            hyper = hypers.get(index)
+            out = self._out_offset(unit, place)
+            grad = place.grad if hyper is not None else -1
+            scalars = hyper.scalars() if hyper is not None else IDLE
+            segments.append((place.elem, place.spec.numel, grad, place.spec.dtype, out, place.spec.dtype, *scalars))
+        where: dict[str, Any] = {}
+        if new_state is not None:
+            file = self.store.file.native  # type: ignore[union-attr]
+            where["src"] = (file, self.store.current[state.record.name].offset)  # type: ignore[union-attr]
+            where["dst"] = (file, new_state.offset)
+        else:
+            where["state"] = state.record.data.view(torch.float32)  # type: ignore[union-attr]
+        if new_param is not None:
+            where["out_file"] = (self.store.file.native, new_param.offset, param.nbytes)  # type: ignore[union-attr]
+        elif unit.host_flat is not None:
+            where["out"] = unit.host_flat.tensor[: unit.layout.flat_bytes]
+        grads = unit.grad_block.tensor[: unit.layout.grad_bytes]
+        ticket = self.stepper.submit(
+            state.elements, segments, grads, out_first=unit.layout.low_first if new_param is not None else 0, **where
+        )
+        sums: tuple[Any, Any] = await self.io.wait(ticket)
+        return sums
+
+    def _out_offset(self, unit: Unit, place: Place) -> int:
+        """Where the parameter copy goes: into the host copy of the flat buffer, into the parameter record, or nowhere (-1)."""
+        if unit.host_flat is not None:
+            return unit.layout.flat_offset(place)
+        return place.offset if place.region == "param" else -1
+
+    # -- Python ----------------------------------------------------------------------------------------------------------
+
+    async def _python(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any) -> tuple[Any, Any]:
+        from tierzero.checksum import checksum
+
+        state, param = unit.state, unit.records.get("param")
+        assert state is not None
+        if new_state is not None:
+            assert self.work is not None
+            raw = self.work.tensor[: unit.layout.state_bytes]
+            await state.record.read(0, raw)
+        else:
+            raw = state.record.data  # type: ignore[union-attr]
+        floats = raw.view(torch.float32)
+        copies = None
+        if new_param is not None:
+            assert self.work is not None and param is not None
+            copies = self.work.tensor[unit.layout.state_bytes :][: param.nbytes]
+            copies.zero_()
+        for index, place in enumerate(unit.layout.places):
+            if place.elem < 0 or not place.spec.numel:
+                continue
+            parts = [
+                _gather(floats, state, place, part)
+                for part in (StateRecord.MASTER, StateRecord.EXP_AVG, StateRecord.EXP_AVG_SQ)
+            ]
+            if index in hypers:
+                grad = unit.grad_views[index]
+                assert grad is not None
+                _fused(parts, grad.reshape(-1), hypers[index])
+                for part, value in enumerate(parts):
+                    _scatter(floats, state, place, part, value)
+            target = copies if copies is not None and place.region == "param" else None
+            offset = place.offset
+            if unit.host_flat is not None:
+                target, offset = unit.host_flat.tensor, unit.layout.flat_offset(place)
+            if target is not None:
+                target[offset : offset + place.spec.nbytes].view(MODEL_DTYPES[place.spec.dtype]).copy_(parts[0])
+        state_sum = param_sum = None
+        if new_state is not None:
+            await self.store.file.write(new_state.offset, raw)  # type: ignore[union-attr]
+            state_sum = checksum(raw)
+        if copies is not None:
+            await self.store.file.write(new_param.offset, copies)  # type: ignore[union-attr]
+            param_sum = checksum(copies)
+        return state_sum, param_sum
+
+
+def _gather(floats: torch.Tensor, state: StateRecord, place: Place, part: int) -> torch.Tensor:
+    """One parameter's run of `part` as one contiguous tensor: a view where it lies in one chunk, else a copy."""
+    pieces = [
+        floats[piece.offset // 4 : piece.offset // 4 + piece.count]
+        for piece in state_pieces(state.elements, state.chunk, part, place.elem, place.elem + place.spec.numel)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _scatter(floats: torch.Tensor, state: StateRecord, place: Place, part: int, value: torch.Tensor) -> None:
+    for piece in state_pieces(state.elements, state.chunk, part, place.elem, place.elem + place.spec.numel):
+        at = piece.elem - place.elem
+        floats[piece.offset // 4 : piece.offset // 4 + piece.count].copy_(value[at : at + piece.count])
+
+
+def _fused(parts: list[torch.Tensor], grad: torch.Tensor, hyper: Hyper) -> None:
+    """torch's own fused AdamW on one parameter's master and moments, in place."""
+    from torch.optim.adamw import adamw
+
+    value = grad.float()
+    if hyper.coef != 1.0:
+        value = value * hyper.coef
+    adamw(
+        [parts[0]],
+        [value],
+        [parts[1]],
+        [parts[2]],
+        [],
+        [torch.tensor(float(hyper.step - 1))],
+        fused=True,
+        amsgrad=False,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        lr=hyper.lr,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        maximize=False,
+    )

@@ -1,0 +1,100 @@
+"""Paged: the tensor at rest, with metadata in memory and bytes in a tier.
+
+Note [what a tensor at rest can do]
+`.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`, `to`, `float`, `cpu`, pickling, `copy_` from it) reads the
+bytes; `copy_` into it writes them. These are the operations that `state_dict`, `load_state_dict`, `torch.save` and
+`torch.distributed.checkpoint` use. Every other operation raises PagedOutError naming the tensor: a silent stand-in would broadcast
+into wrong results.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from tierzero.errors import PagedOutError
+
+aten = torch.ops.aten
+
+
+class Source(Protocol):
+    """What a Paged tensor reads from and writes to."""
+
+    name: str
+
+    def read(self) -> torch.Tensor:
+        """The bytes as a new plain CPU tensor."""
+        ...
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the bytes by `value` (same shape, cast to the dtype at rest)."""
+        ...
+
+
+class Paged(torch.Tensor):
+    """A tensor whose bytes lie in a tier; see Note [what a tensor at rest can do]."""
+
+    source: Source
+
+    @staticmethod
+    def __new__(cls, source: Source, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Paged:
+        paged: Paged = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        paged.source = source
+        return paged
+
+    def __init__(self, source: Source, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Paged({self.source.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.source.read().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        value = self.source.read()
+        memo[id(self)] = value
+        return value
+
+    def read(self) -> torch.Tensor:
+        """The value as a new plain CPU tensor."""
+        return self.source.read()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func is aten.detach.default and isinstance(first, Paged):
+            return Paged(first.source, first.shape, first.dtype)
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten.copy_.default and isinstance(first, Paged):
+            value = args[1].source.read() if isinstance(args[1], Paged) else args[1]
+            first.source.write(value.detach().expand(first.shape))
+            return first
+        if func is aten.copy_.default:
+            return func(first, args[1].source.read(), *args[2:], **kwargs)
+        if func in (aten._to_copy.default, aten.clone.default) and isinstance(first, Paged):
+            return func(first.source.read(), *args[1:], **kwargs)
+        names = sorted({value.source.name for value in _tensors(args, kwargs)})
+        raise PagedOutError(
+            f"{func.name() if hasattr(func, 'name') else func} needs the values of {', '.join(names)}, which "
+            f"{'is' if len(names) == 1 else 'are'} paged out: parameters are resident only while the module that owns them runs forward or backward. "
+            "Wrap the code in `with tierzero.unsharded(module):` (write=True to change values), or register the method that uses it with "
+            "tierzero.register_forward_method(module, name)"
+        )
+
+
+def _tensors(*trees: Any) -> list[Paged]:
+    found: list[Paged] = []
+    for tree in trees:
+        if isinstance(tree, Paged):
+            found.append(tree)
+        elif isinstance(tree, list | tuple):
+            found.extend(_tensors(*tree))
+        elif isinstance(tree, dict):
+            found.extend(_tensors(*tree.values()))
+    return found

@@ -1,0 +1,357 @@
+"""What moves: drives units through their states within the device budget, on demand and ahead of it.
+
+Note [threads]
+`acquire` and `release` are called by whoever runs forward or backward (on CUDA, autograd's own thread); fetches run as coroutines on the loop thread. The lock
+guards every unit's pager fields. The loop thread evicts only units that nothing uses; a unit whose backward may still be going on is evicted only by
+an `acquire` (a hook boundary, where no kernel holds its bytes), never by a prefetch.
+
+Note [demand]
+A prefetch never takes room that a demand could not get back: what it fetched is evictable as soon as it has arrived. So a demand first evicts
+idle units (furthest next use first), then waits for prefetches on their way, then evicts units in backward, oldest first (saved weights come
+back through the unpack hook), and only then gives up with a BudgetError.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+from tierzero.errors import BudgetError, TierzeroError
+from tierzero.loop import LoopThread
+from tierzero.metrics import Metrics
+from tierzero.schedule import Trace, choose_victims, prefetch_order
+from tierzero.sizes import format_size
+from tierzero.transfer import Transfer
+from tierzero.unit import State, Unit
+from tierzero.updates import Update, UpdateQueue
+
+T = TypeVar("T")
+
+
+class Pager:
+    """Owns residency: which units have bytes on the device, and which will next. Budgets are bytes."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        loop: LoopThread,
+        transfer: Transfer,
+        updates: UpdateQueue,
+        metrics: Metrics,
+        budget: int,
+        depth: int | None,
+    ) -> None:
+        self.units = units
+        self.loop = loop
+        self.transfer = transfer
+        self.updates = updates
+        self.metrics = metrics
+        self.budget = budget
+        self.depth = depth
+        self.lock = threading.RLock()
+        order = [unit.uid for unit in units]
+        self.trace = Trace(order + order[::-1])
+        self.trace.begin_step()
+        self._resident: dict[int, Unit] = {}  # has bytes: FETCHING or READY
+        self._backward: dict[int, Unit] = {}  # in backward, the most recently used last
+        self._kicked = False
+        self._closed = False
+
+    # -- use -----------------------------------------------------------------------------------------------------------
+
+    def acquire(self, unit: Unit, *, train: bool = True, record: bool = True) -> None:
+        """Return with `unit` resident and pinned; `release` unpins. Raises what its fetch or its update raised, or BudgetError."""
+        with self.lock:
+            self._check_open(unit)
+            if record:
+                self.trace.use(unit.uid, grad=train)
+            hit = unit.residency is State.READY
+            self.metrics.add("hits" if hit else "misses")
+            unit.prefetched = False
+            unit.pins += 1
+        try:
+            if not hit:
+                self._demand(unit)
+            self.transfer.before_use(unit)
+        except BaseException:
+            with self.lock:
+                unit.pins -= 1
+            raise
+        self._kick()
+
+    def _check_open(self, unit: Unit) -> None:
+        if self._closed:
+            raise TierzeroError(
+                f"the engine that holds the parameters of unit {unit.name} was closed by tierzero.close(); build the model anew and offload() that"
+            )
+
+    def release(self, unit: Unit) -> None:
+        """Unpin; the unit stays resident until its bytes are wanted."""
+        with self.lock:
+            unit.pins -= 1
+            self.transfer.after_use(unit)
+        self._kick()
+
+    def begin_backward(self, unit: Unit, *, record: bool) -> None:
+        """Make `unit` resident for backward. It is not pinned: see Note [demand]."""
+        self.acquire(unit, record=record)
+        with self.lock:
+            unit.pins -= 1
+            unit.in_backward = True
+            self._backward.pop(unit.uid, None)
+            self._backward[unit.uid] = unit
+
+    def end_backward(self, unit: Unit) -> None:
+        """The unit's backward is over (as far as anybody can tell)."""
+        with self.lock:
+            if unit.in_backward:
+                unit.in_backward = False
+                self._backward.pop(unit.uid, None)
+                self.transfer.after_use(unit)
+        self._kick()
+
+    def end_all_backward(self) -> None:
+        """No backward is going on any more."""
+        with self.lock:
+            for unit in list(self._backward.values()):
+                self.end_backward(unit)
+
+    # -- steps and changes at rest ----------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """The optimizer stepped: the trace of this step is complete, unused prefetches are dropped as waste."""
+        with self.lock:
+            self.trace.end_step()
+            for unit in list(self._resident.values()):
+                if (
+                    unit.prefetched
+                    and unit.residency is State.READY
+                    and self.trace.next_use(unit.uid) >= len(self.units)
+                ):
+                    self.metrics.add("prefetch_wasted")
+                    self._evict(unit)
+
+    def check_idle(self, units: Iterable[Unit]) -> None:
+        """TierzeroError if one of `units` is in use by a forward or an `unsharded` block, and may not be stepped."""
+        with self.lock:
+            for unit in units:
+                if unit.pins:
+                    raise TierzeroError(
+                        f"unit {unit.name} is running forward or unsharded; call optimizer.step() after backward, outside the model and `unsharded`"
+                    )
+
+    def queue(self, jobs: list[Update]) -> None:
+        """Queue updates in order of next use; the device copies of their units are stale from here on."""
+        with self.lock:
+            for job in jobs:
+                job.unit.pending = job
+                self._stale(job.unit)
+            jobs.sort(key=lambda job: self.trace.next_use(job.unit.uid))
+        self.loop.call(lambda: self.updates.put(jobs))
+        self._kick()
+
+    def at_rest(self, unit: Unit, work: Coroutine[Any, Any, T], changes: bool = False) -> T:
+        """Run `work` on the bytes at rest of `unit`, after its queued update; `changes` makes the device copy stale."""
+
+        try:
+            self._check_open(unit)
+        except BaseException:
+            work.close()
+            raise
+
+        async def run() -> T:
+            try:
+                await self.updates.settled(unit)
+            except BaseException:
+                work.close()
+                raise
+            return await work
+
+        if changes:
+            with self.lock:
+                if unit.pins:
+                    work.close()
+                    raise TierzeroError(
+                        f"{unit.name} is in use by a running forward or `unsharded` block; change its parameters there (write=True), or after it"
+                    )
+        try:
+            return self.loop.run(run())
+        finally:
+            if changes:
+                with self.lock:
+                    self._stale(unit)
+
+    def mark_stale(self, unit: Unit) -> None:
+        """The device copy no longer equals the bytes at rest."""
+        with self.lock:
+            self._stale(unit)
+
+    def settle(self, unit: Unit) -> None:
+        """Wait for the unit's queued update."""
+        unit.finish_grads()
+        if unit.pending is not None:
+            with self.metrics.timed("stall_grad_s"):
+                self.loop.run(self.updates.settled(unit))
+
+    def synchronize(self) -> None:
+        """Wait for all queued updates; raises what the first failed one raised, after trying it again."""
+        for unit in self.units:
+            if unit.pending is not None:
+                self.loop.run(self.updates.settled(unit))
+
+    def close(self) -> None:
+        """Drop every device copy; later uses are refused."""
+        with self.lock:
+            self._closed = True
+        for unit in list(self._resident.values()):
+            if unit.residency is State.FETCHING and unit.arrival is not None:
+                concurrent.futures.wait([unit.arrival])
+        with self.lock:
+            for unit in list(self._resident.values()):
+                if unit.residency is State.READY:
+                    self._evict(unit)
+
+    # -- moving ---------------------------------------------------------------------------------------------------------
+
+    def _demand(self, unit: Unit) -> None:
+        """Fetch a pinned unit and wait for it."""
+        while True:
+            with self.lock:
+                if unit.residency is State.READY:
+                    return
+                waiting: Unit | None = None
+                if unit.residency is State.REST:
+                    if self._make_room(unit):
+                        self._start(unit)
+                    else:
+                        waiting = next(
+                            (u for u in self._resident.values() if u.residency is State.FETCHING and not u.pins), None
+                        )
+                        if waiting is None and not self._force(unit):
+                            raise self._too_small(unit)
+                arrival = (waiting or unit).arrival if waiting is not None or unit.residency is State.FETCHING else None
+            if arrival is not None:
+                cause = "stall_update_s" if unit.pending is not None else "stall_fetch_s"
+                with self.metrics.timed(cause):
+                    concurrent.futures.wait([arrival])
+                if waiting is None:
+                    arrival.result()
+
+    def _make_room(self, unit: Unit) -> bool:
+        sizes = {uid: u.layout.flat_bytes for uid, u in self._resident.items()}
+        free = self.budget - sum(sizes.values())
+        if unit.layout.flat_bytes <= free:
+            return True
+        keep = {u.uid for u in self._resident.values() if u.pins or u.in_backward or u.residency is not State.READY}
+        victims = choose_victims(sizes, unit.layout.flat_bytes - free, self.trace.next_use, keep)
+        for uid in victims or ():
+            self._evict(self._resident[uid])  # type: ignore[index]
+        return victims is not None
+
+    def _force(self, unit: Unit) -> bool:
+        """Evict the unit whose backward is the longest ago; whether there was one."""
+        for other in self._backward.values():
+            if other is not unit and other.residency is State.READY and not other.pins:
+                self.metrics.add("forced_evictions")
+                self.transfer.after_use(other)
+                self._evict(other)
+                return True
+        return False
+
+    def _too_small(self, unit: Unit) -> BudgetError:
+        pinned = [u for u in self._resident.values() if u.pins]
+        need = sum(u.layout.flat_bytes for u in pinned if u is not unit) + unit.layout.flat_bytes
+        names = ", ".join(u.name for u in pinned) or "nothing"
+        return BudgetError(
+            f"unit {unit.name} ({format_size(unit.layout.flat_bytes)}) does not fit the device budget of {format_size(self.budget)} for parameters while "
+            f"{names} must stay; a device budget of at least {format_size(need + self.metrics.device_budget - self.budget)} ({need + self.metrics.device_budget - self.budget} bytes) works here"
+        )
+
+    def _start(self, unit: Unit) -> None:
+        unit.become(State.FETCHING)
+        self._resident[unit.uid] = unit
+        self.metrics.device(unit.layout.flat_bytes)
+        unit.arrival = self.loop.submit(self._fetch(unit))
+
+    async def _fetch(self, unit: Unit) -> None:
+        try:
+            self.transfer.allocate(unit)
+            while True:
+                await self.updates.settled(unit)
+                version = unit.version
+                await self.transfer.load(unit)
+                with self.lock:
+                    if unit.version == version:
+                        unit.become(State.READY)
+                        break
+        except BaseException:
+            with self.lock:
+                unit.become(State.REST)
+                self._forget(unit)
+            raise
+        self._kick()
+
+    def _evict(self, unit: Unit) -> None:
+        if unit.prefetched:
+            self.metrics.add("prefetch_wasted")
+            unit.prefetched = False
+        unit.become(State.REST)
+        self._forget(unit)
+
+    def _forget(self, unit: Unit) -> None:
+        self._resident.pop(unit.uid, None)
+        if unit.in_backward:
+            unit.in_backward = False
+            self._backward.pop(unit.uid, None)
+        self.transfer.free(unit)
+        self.metrics.device(-unit.layout.flat_bytes)
+
+    def _stale(self, unit: Unit) -> None:
+        unit.version += 1
+        if unit.residency is State.READY and not unit.pins:
+            unit.prefetched = False
+            self._evict(unit)
+
+    def _kick(self) -> None:
+        """Look ahead soon, once for any number of calls."""
+        if not self._kicked and not self._closed:
+            self._kicked = True
+            self.loop.call(self._look_ahead)
+
+    def _look_ahead(self) -> None:
+        with self.lock:
+            self._kicked = False
+            if self._closed:
+                return
+            sizes = {uid: unit.layout.flat_bytes for uid, unit in self._resident.items()}
+            keep = {
+                uid
+                for uid, unit in self._resident.items()
+                if unit.pins or unit.in_backward or unit.residency is not State.READY
+            }
+            fetches = prefetch_order(
+                self.trace.upcoming(),
+                sizes,
+                lambda uid: self.units[uid].layout.flat_bytes,  # type: ignore[index]
+                self.budget,
+                self.trace.next_use,
+                keep=keep,
+                depth=self.depth,
+            )
+            for fetch in fetches:
+                for uid in fetch.victims:
+                    self._evict(self._resident[uid])  # type: ignore[index]
+                unit = self.units[fetch.uid]  # type: ignore[index]
+                unit.prefetched = True
+                self.metrics.add("prefetched")
+                self._start(unit)
+                assert unit.arrival is not None
+                unit.arrival.add_done_callback(_seen)
+
+
+def _seen(future: concurrent.futures.Future[None]) -> None:
+    """A prefetch that failed is not reported here: the demand fetch tries again and raises."""
+    if not future.cancelled():
+        future.exception()

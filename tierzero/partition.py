@@ -1,0 +1,131 @@
+"""Which modules are units, and which unit each parameter belongs to.
+
+Note [unit choice]
+By default every element of the model's outermost ModuleList and Sequential stacks is a unit; a large leaf module outside them (an embedding, an output head) is its own
+unit; the root takes what is left. An element that holds a third of the model or more and contains stacks itself (an encoder in a Sequential, say) is
+split further. A parameter belongs to the innermost unit whose module contains *all* its uses, so shared parameters are hoisted, never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+LARGE_SHARE = 1 / 3  # of the model's bytes: split an element further
+LEAF_SHARE = 1 / 64  # of the model's bytes: a leaf outside the stacks is worth a unit of its own
+
+Units = Iterable[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
+
+
+@dataclass
+class Part:
+    """One unit to be: its module, and its parameters with their names and every (module, attribute) that holds each."""
+
+    name: str
+    module: nn.Module
+    params: list[nn.Parameter]
+    names: list[str]
+    slots: list[list[tuple[nn.Module, str]]]
+
+
+def partition(root: nn.Module, units: Units | None = None) -> list[Part]:
+    """The units of `root` in module order, the root's own first; units without parameters are left out.
+
+    `units` overrides the choice: modules, module classes, or a function of (name, module). Raises ValueError if it names nothing.
+    """
+    chosen = _default(root) if units is None else _given(root, units)
+    names: dict[int, str] = {}
+    modules: dict[int, nn.Module] = {}
+    for name, module in root.named_modules():
+        if module is root or id(module) in chosen:
+            names[id(module)] = name or type(root).__name__
+            modules[id(module)] = module
+    depth: dict[int, int] = {key: len(list(module.modules())) for key, module in modules.items()}
+    containing: dict[int, set[int]] = {}
+    for key, module in modules.items():
+        for inner in module.modules():
+            containing.setdefault(id(inner), set()).add(key)
+
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in root.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                uses.setdefault(id(param), []).append((module, attribute))
+                params.setdefault(id(param), (f"{prefix}.{attribute}" if prefix else attribute, param))
+    parts = {key: Part(names[key], module, [], [], []) for key, module in modules.items()}
+    for pid, (name, param) in params.items():
+        common = set.intersection(*(containing[id(module)] for module, _ in uses[pid]))
+        part = parts[min(common, key=lambda key: depth[key])]
+        part.params.append(param)
+        part.names.append(name)
+        part.slots.append(uses[pid])
+    return [part for part in parts.values() if part.params]
+
+
+def _given(root: nn.Module, units: Units) -> set[int]:
+    if isinstance(units, type) or (isinstance(units, tuple) and all(isinstance(kind, type) for kind in units)):
+        found = {id(module) for module in root.modules() if isinstance(module, units)}  # type: ignore[arg-type]
+    elif callable(units) and not isinstance(units, nn.Module):
+        found = {id(module) for name, module in root.named_modules() if units(name, module)}
+    else:
+        inside = {id(module) for module in root.modules()}
+        found = set()
+        for module in units:  # type: ignore[union-attr]
+            if not isinstance(module, nn.Module) or id(module) not in inside:
+                raise ValueError(
+                    f"units= holds {type(module).__name__}, which is not a module of the model; pass modules found in model.modules()"
+                )
+            found.add(id(module))
+    if not found:
+        raise ValueError(
+            f"units={units!r} chooses no module of {type(root).__name__}; leave it out, or pass modules, classes or a function of (name, module)"
+        )
+    return found
+
+
+def _default(root: nn.Module) -> set[int]:
+    total = max(_bytes(root), 1)
+    chosen: set[int] = set()
+    _visit(root, total, chosen)
+    return chosen
+
+
+def _visit(module: nn.Module, total: int, chosen: set[int]) -> None:
+    """Choose units below `module`."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            _element(child, total, chosen)
+        elif isinstance(child, nn.ModuleList | nn.Sequential):
+            _visit(child, total, chosen)
+        elif next(child.children(), None) is None:
+            if _bytes(child) >= total * LEAF_SHARE:
+                chosen.add(id(child))
+        else:
+            _visit(child, total, chosen)
+
+
+def _element(element: nn.Module, total: int, chosen: set[int]) -> None:
+    """Choose one element of a stack, or what it consists of."""
+    nbytes = _bytes(element)
+    if nbytes == 0:
+        return
+    if isinstance(element, nn.ModuleList):  # a list of lists: a list is never called
+        _visit(element, total, chosen)
+        return
+    if nbytes >= total * LARGE_SHARE and any(_is_stack(inner) for inner in element.modules()):
+        _visit(element, total, chosen)
+    chosen.add(id(element))
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """A list or sequence of at least two modules that hold parameters themselves as blocks do."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    return sum(1 for child in module.children() if next(child.children(), None) is not None and _bytes(child)) >= 2
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in module.parameters())

@@ -1,0 +1,143 @@
+"""Pure arithmetic: unit layouts and byte budgets -> what lives where, the engine's buffers, and the smallest budgets
+that work.
+
+Note [host budget]
+Everything the engine keeps in host memory comes out of one budget: gradients of all trainable parameters, the chunk
+buffers of the streamed step, bounce or staging blocks for I/O, and records cached there. Without NVMe all records must
+fit. With it, what is left after gradients and buffers caches parameter records first (they are read twice a step), then
+state records of units whose parameters are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierzero.errors import BudgetError
+from tierzero.layout import PAGE, SLOT_BYTES, UnitLayout, chunk_elements, round_up
+from tierzero.sizes import format_size
+
+IO_THREADS = 4
+MIN_SLOTS = 3
+# (chunk buffers, bytes of an I/O block), the most generous that fits is taken
+BUFFERS = ((8, 4 << 20), (6, 2 << 20), (4, 1 << 20), (3, 256 << 10), (3, 64 << 10))
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """A unit as placement sees it: its layout and the units whose modules contain its module (their forwards run around
+    its own).
+    """
+
+    name: str
+    layout: UnitLayout
+    around: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every unit's records live and how large the engine's buffers are. Sizes are bytes."""
+
+    chunk: int
+    slots: int
+    block: int
+    staging_blocks: int
+    work_bytes: int
+    param_host: tuple[bool, ...]
+    state_host: tuple[bool, ...]
+    host_needed: int
+    host_min: int
+    device_min: int
+    grad_reserve: int
+
+    @property
+    def update_bytes(self) -> int:
+        """The chunk buffers of the streamed step."""
+        return self.slots * SLOT_BYTES * self.chunk
+
+
+def place(units: Sequence[UnitSize], *, host: int, device: int, nvme: bool, native: bool, cuda: bool) -> Placement:
+    """Choose the placement for budgets in bytes.
+
+    Raises BudgetError naming the smallest budget that works.
+    """
+    layouts = [unit.layout for unit in units]
+    chunk = chunk_elements(layouts)
+    grads = sum(round_up(layout.grad_bytes, PAGE) for layout in layouts)
+    flats = [round_up(layout.flat_bytes, PAGE) for layout in layouts]
+    states = [round_up(layout.state_bytes, PAGE) for layout in layouts]
+    trains = any(states)
+
+    def buffers(slots: int, block: int) -> tuple[int, int, int, int]:
+        """(chunk buffers, staging blocks of their own, Python work area, all of it with the I/O threads' bounce
+        blocks).
+        """
+        update = slots * SLOT_BYTES * chunk if native and trains else 0
+        work = 0 if native or not nvme else max((s + f for s, f in zip(states, flats, strict=True)), default=0)
+        staging = 4 if cuda and nvme else 0
+        bounce = IO_THREADS * block if native and nvme else 0
+        return update, staging, work, update + staging * block + work + bounce
+
+    largest = max([*flats, *states, 1])
+    options = [(slots, min(block, round_up(largest, 64 << 10))) for slots, block in BUFFERS]
+    resident = 0 if nvme else sum(flats) + sum(states)
+    smallest = grads + buffers(*options[-1])[3] + resident
+    if host < smallest:
+        raise BudgetError(
+            f"the host budget of {format_size(host)} is too small: gradients of the trainable parameters take "
+            f"{format_size(grads)}, the engine's buffers at least "
+            f"{format_size(buffers(*options[-1])[3])}"
+            + (
+                f", and without an NVMe path all {format_size(resident)} of parameters and optimizer states"
+                if not nvme
+                else ""
+            )
+            + f"; the smallest host budget that works is {smallest} bytes ({format_size(smallest)})"
+            + ("" if nvme else ", or give Tiers(nvme=DIRECTORY) to keep parameters and states there")
+        )
+    device_min, reserve = device_needs(units)
+    if device < device_min:
+        raise BudgetError(
+            f"the device budget of {format_size(device)} is too small for the largest unit with the units around it "
+            "and its gradients; the smallest device budget that works is "
+            f"{device_min} bytes ({format_size(device_min)}), or split the model into smaller units with units="
+        )
+    slots, block = next(option for option in options if grads + buffers(*option)[3] + resident <= host)
+    _, staging, work, overhead = buffers(slots, block)
+    left = host - grads - overhead
+    param_host, state_host = [not nvme] * len(units), [not nvme] * len(units)
+    if nvme:
+        for index, nbytes in enumerate(flats):
+            if nbytes <= left:
+                param_host[index] = True
+                left -= nbytes
+        for index, nbytes in enumerate(states):
+            if nbytes <= left and param_host[index]:
+                state_host[index] = True
+                left -= nbytes
+    else:
+        left -= resident
+    return Placement(
+        chunk=chunk,
+        slots=slots,
+        block=block,
+        staging_blocks=staging,
+        work_bytes=work,
+        param_host=tuple(param_host),
+        state_host=tuple(state_host),
+        host_needed=host - left,
+        host_min=smallest,
+        device_min=device_min,
+        grad_reserve=reserve,
+    )
+
+
+def device_needs(units: Sequence[UnitSize]) -> tuple[int, int]:
+    """(the smallest device budget, the part of it kept for gradients on their way out), bytes."""
+    reserve = 0
+    chain = 0
+    for unit in units:
+        chain = max(chain, unit.layout.flat_bytes + sum(units[index].layout.flat_bytes for index in unit.around))
+        grads = sorted((place.spec.nbytes for place in unit.layout.places if place.grad >= 0), reverse=True)
+        reserve = max(reserve, sum(grads[:2]))
+    return chain + reserve, reserve

@@ -1,0 +1,167 @@
+"""plan: what a model comes to under given tiers, before anything is allocated."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from tierzero.engine import unit_sizes
+from tierzero.native import NATIVE
+from tierzero.partition import Units, partition
+from tierzero.placement import UnitSize, place
+from tierzero.schedule import Trace, choose_victims
+from tierzero.sizes import format_size
+from tierzero.tiers.config import Tiers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes are bytes; `step_*` are bytes per optimizer step with one micro-batch, all units used once in forward and
+    backward.
+    """
+
+    params: int
+    trainable: int
+    units: int
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+    param_host: int
+    param_nvme: int
+    state_host: int
+    state_nvme: int
+    buffer_bytes: int
+    device_budget: int
+    device_needed: int
+    host_budget: int
+    host_needed: int
+    host_min: int
+    nvme_bytes: int
+    step_nvme_read: int
+    step_nvme_written: int
+    step_h2d: int
+    step_d2h: int
+    disk_free: int | None
+    native: bool
+
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """(what, device, host, NVMe) rows of the placement, as text."""
+        size = format_size
+        return [
+            ("parameters", f"up to {size(self.device_budget)} at a time", size(self.param_host), size(self.param_nvme)),
+            ("gradients", "on their way out", size(self.grad_bytes), "-"),
+            ("optimizer states", "-", size(self.state_host), size(self.state_nvme)),
+            ("engine buffers", "-", size(self.buffer_bytes), "-"),
+            ("total", size(self.device_needed) + " needed", size(self.host_needed), size(self.nvme_bytes)),
+            (
+                "budget / free",
+                size(self.device_budget),
+                size(self.host_budget),
+                "-" if self.disk_free is None else size(self.disk_free) + " free",
+            ),
+            (
+                "moved per step",
+                f"{size(self.step_h2d)} in, {size(self.step_d2h)} out",
+                "-",
+                f"{size(self.step_nvme_read)} read, {size(self.step_nvme_written)} written",
+            ),
+        ]
+
+
+def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshots: bool = True) -> Plan:
+    """What offloading `model` (real or on the meta device) would take, without allocating anything.
+
+    `snapshots`: count the space that a pinned snapshot needs on NVMe. Raises BudgetError naming the smallest budget
+    that works.
+    """
+    tiers.check()
+    sizes = unit_sizes(partition(model, units))
+    host, device, directory = tiers.host_bytes(), tiers.device_bytes(), tiers.directory()
+    cuda = tiers.compute_device().type == "cuda"
+    placement = place(sizes, host=host, device=device, nvme=directory is not None, native=NATIVE is not None, cuda=cuda)
+    specs = [place.spec for unit in sizes for place in unit.layout.places]
+    layouts = [unit.layout for unit in sizes]
+    trainable = sum(spec.numel for spec in specs if spec.trainable)
+    param_host = sum(layout.flat_bytes for layout, there in zip(layouts, placement.param_host, strict=True) if there)
+    state_nvme = sum(
+        layout.state_bytes for layout, there in zip(layouts, placement.state_host, strict=True) if not there
+    )
+    state_host = sum(layout.state_bytes for layout, there in zip(layouts, placement.state_host, strict=True) if there)
+    copies = sum(
+        layout.region_bytes("param") for layout, there in zip(layouts, placement.param_host, strict=True) if not there
+    )
+    frozen = sum(
+        layout.region_bytes("frozen") for layout, there in zip(layouts, placement.param_host, strict=True) if not there
+    )
+    fetches = fetches_per_step(sizes, device - placement.grad_reserve, tiers.depth())
+    fetched = [count * layout.flat_bytes for count, layout in zip(fetches, layouts, strict=True)]
+    changing = state_nvme + copies
+    largest = max((layout.state_bytes + layout.flat_bytes for layout in layouts), default=0)
+    nvme = 0
+    if directory is not None:
+        nvme = changing + frozen + 3 * largest
+        if snapshots:
+            nvme += changing + param_host + state_host
+    grads = sum(layout.grad_bytes for layout in layouts)
+    return Plan(
+        params=sum(spec.numel for spec in specs),
+        trainable=trainable,
+        units=len(sizes),
+        param_bytes=sum(spec.nbytes for spec in specs),
+        grad_bytes=grads,
+        state_bytes=12 * trainable,
+        param_host=param_host,
+        param_nvme=copies + frozen,  # float32 parameters on NVMe are their masters and have no bytes of their own
+        state_host=state_host,
+        state_nvme=state_nvme,
+        buffer_bytes=placement.host_needed - grads - param_host - state_host,
+        device_budget=device,
+        device_needed=placement.device_min,
+        host_budget=host,
+        host_needed=placement.host_needed,
+        host_min=placement.host_min,
+        nvme_bytes=nvme,
+        step_nvme_read=state_nvme + sum(n for n, there in zip(fetched, placement.param_host, strict=True) if not there),
+        step_nvme_written=changing,
+        step_h2d=sum(fetched),
+        step_d2h=grads,
+        disk_free=None if directory is None else _free(directory),
+        native=NATIVE is not None,
+    )
+
+
+def fetches_per_step(units: list[UnitSize], budget: int, depth: int | None) -> list[int]:
+    """How often each unit is fetched in one step once the trace is known: MIN residency over one forward and one
+    backward, after which trained units are stale.
+    """
+    order = list(range(len(units)))
+    trace = Trace(order + order[::-1])
+    trace.begin_step()
+    counts = [0] * len(units)
+    resident: dict[int, int] = {}
+    for _ in range(2):
+        counts = [0] * len(units)
+        for position, uid in enumerate(order + order[::-1]):
+            trace.use(uid)
+            if uid in resident:
+                continue
+            counts[uid] += 1
+            pinned = {uid, *units[uid].around} if position < len(units) else {uid}
+            need = units[uid].layout.flat_bytes - (budget - sum(resident.values()))
+            for victim in choose_victims(resident, need, trace.next_use, pinned) or ():
+                del resident[victim]
+            resident[uid] = units[uid].layout.flat_bytes
+        trace.end_step()
+        resident = {uid: nbytes for uid, nbytes in resident.items() if not units[uid].layout.elements}
+    return counts
+
+
+def _free(directory: Path) -> int:
+    """Bytes free on the drive that will hold `directory`."""
+    probe = directory
+    while not probe.exists() and probe != probe.parent:
+        probe = probe.parent
+    return shutil.disk_usage(probe).free

@@ -1,0 +1,87 @@
+"""What autograd saves while a unit runs: its weights by name, everything else as it is. This is the page-fault net.
+
+Note [saved weights]
+A saved weight is kept as "this view of that unit": unpacking it makes the unit resident first, whatever was evicted since. Everything else goes to
+the hooks that were active outside (activation checkpointing's, a user's): pushing our own over them would switch non-reentrant checkpointing off.
+Tensors that nobody else packs are checked for in-place changes here, because autograd leaves that to whoever packs.
+
+`torch._C._autograd._top_saved_tensors_default_hooks` is private: the only way to reach the hooks that were active outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierzero.unit import LiveParameter, Unit
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at version {now}; "
+    "expected version {then} instead"
+)
+_PLAIN = (torch.Tensor, nn.Parameter, LiveParameter)
+
+
+class _Weight:
+    """A saved view of a unit's storage."""
+
+    __slots__ = ("tensor", "unit", "version")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.tensor = tensor
+        self.version = unit.version
+
+
+class _Kept:
+    """Any other saved tensor; checks, as autograd does for tensors without hooks, that nobody has changed it in place."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version if not tensor.is_inference() else -1
+
+    def unpack(self) -> torch.Tensor:
+        if self.version >= 0 and self.tensor._version != self.version:
+            what = f"[{self.tensor.type()} {list(self.tensor.shape)}]"
+            raise RuntimeError(_CHANGED.format(what=what, now=self.tensor._version, then=self.version))
+        return self.tensor
+
+
+def unit_of(tensor: torch.Tensor, by_storage: Mapping[int, Unit]) -> Unit | None:
+    """The unit whose storage `tensor` views, if any; `by_storage` maps storages' addresses to units."""
+    if tensor.layout is torch.strided and type(tensor) in _PLAIN:
+        return by_storage.get(tensor.untyped_storage()._cdata)
+    return None
+
+
+def net(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> AbstractContextManager[object]:
+    """Saved-tensor hooks; see Note [saved weights]. `fault(unit)` must leave the unit resident; it is called when a weight is unpacked."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+
+    def pack(tensor: torch.Tensor) -> Any:
+        unit = unit_of(tensor, by_storage)
+        if unit is not None:
+            return _Weight(unit, tensor)
+        return outer[0](tensor) if outer is not None else _Kept(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if type(packed) is _Weight:
+            unit = packed.unit
+            if packed.version != unit.version:
+                raise RuntimeError(
+                    _CHANGED.format(what=f"a weight of unit {unit.name}", now=unit.version, then=packed.version)
+                )
+            fault(unit)
+            return packed.tensor
+        if type(packed) is _Kept:
+            return packed.unpack()
+        assert outer is not None
+        return outer[1](packed)  # type: ignore[no-any-return]
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

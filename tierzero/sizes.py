@@ -1,0 +1,69 @@
+"""Byte sizes as people write them: parse "64MiB", "1.5GB", "5e7", "60%", and print them back."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1000,
+    "kb": 1000,
+    "kib": 1024,
+    "m": 1000**2,
+    "mb": 1000**2,
+    "mib": 1024**2,
+    "g": 1000**3,
+    "gb": 1000**3,
+    "gib": 1024**3,
+    "t": 1000**4,
+    "tb": 1000**4,
+    "tib": 1024**4,
+}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
+
+
+def parse_size(value: int | float | str, *, of: int | None = None, what: str = "size") -> int:
+    """Whole bytes for an int, a float or a string with an optional unit (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB) or `%`
+    of `of`.
+
+    Raises ValueError with a sentence for anything else, for negative sizes and for `%` where there is nothing to take
+    it of.
+    """
+    if isinstance(value, bool):
+        raise ValueError(
+            f'{what} must be a size in bytes such as 64MiB, got {value!r}; write a number or a string like "2GiB"'
+        )
+    if isinstance(value, int | float):
+        if value != value or value in (float("inf"), float("-inf")) or value < 0:
+            raise ValueError(f"{what} must be a size of zero bytes or more, got {value!r}")
+        return int(value)
+    match = _PATTERN.fullmatch(value)
+    if match is None:
+        raise ValueError(
+            f'{what} {value!r} is not a size; write bytes or a number with a unit, such as "64MiB", "1.5GB" or "5e7"'
+        )
+    number, unit = float(match.group(1)), match.group(2).lower()
+    if unit == "%":
+        if of is None:
+            raise ValueError(
+                f'{what} {value!r}: a percentage has nothing to be a part of here; write bytes such as "64MiB"'
+            )
+        if number > 100:
+            raise ValueError(f"{what} {value!r} is more than all there is; write at most 100%")
+        return int(of * number / 100)
+    if unit not in _UNITS:
+        raise ValueError(
+            f'{what} {value!r} has the unknown unit {match.group(2)!r}; use one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or "%"'
+        )
+    return int(number * _UNITS[unit])
+
+
+def format_size(nbytes: int | float) -> str:
+    """`nbytes` with a binary unit and three digits: 33.8 MiB."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,152 @@
+"""The space of a store's data file.
+
+What is free, how often each extent is referred to, and growing and trimming the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+from tierzero.extents import Extent, FreeList
+from tierzero.layout import PAGE, round_up
+from tierzero.tiers.base import BlockFile
+
+_STEP_MIN, _STEP_MAX = 16 << 20, 1 << 30  # bytes the file grows by, if the drive has them
+
+
+class Space:
+    """Extents of `file` at `path`, with a count of the references to each; an extent with none is free. Thread-safe."""
+
+    def __init__(self, path: str, file: BlockFile) -> None:
+        self.path = path
+        self.file = file
+        self._lock = threading.RLock()
+        self._free = FreeList(round_up(os.stat(path).st_size, PAGE))
+        self._live: dict[int, tuple[Extent, int]] = {}  # offset -> extent, references
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the file."""
+        return self._free.size
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of it that nothing refers to."""
+        return self._free.free_bytes
+
+    def live(self) -> list[Extent]:
+        """All extents that something refers to, in order."""
+        with self._lock:
+            return [self._live[offset][0] for offset in sorted(self._live)]
+
+    def take(self, nbytes: int, name: str) -> Extent:
+        """A free extent with one reference. OSError(ENOSPC) naming `name`, the bytes asked and free, and the path."""
+        if nbytes < 0:
+            raise ValueError(f"the record {name!r} cannot have {nbytes} bytes")
+        capacity = round_up(nbytes, PAGE)
+        with self._lock:
+            offset = self._free.take(capacity)
+            if offset is None:
+                missing = capacity - self._free.tail
+                step = round_up(min(max(self.capacity // 8, _STEP_MIN), _STEP_MAX), PAGE)
+                self._grow(
+                    self.capacity + missing,
+                    self.capacity + max(step, missing),
+                    f"the record {name!r} of {nbytes} bytes",
+                )
+                offset = self._free.take(capacity)
+                assert offset is not None
+            extent = Extent(offset, nbytes)
+            if capacity:
+                self._live[offset] = (extent, 1)
+            return extent
+
+    def reserve(self, nbytes: int) -> None:
+        """Grow the file to at least `nbytes`. OSError(ENOSPC) as for `take`."""
+        with self._lock:
+            nbytes = round_up(nbytes, PAGE)
+            if nbytes > self.capacity:
+                self._grow(nbytes, nbytes, f"the store's {nbytes} bytes")
+
+    def adopt(self, extent: Extent) -> bool:
+        """Refer to an extent that a manifest names; False if it overlaps another one."""
+        if not extent.capacity:
+            return True
+        with self._lock:
+            known = self._live.get(extent.offset)
+            if known is not None and known[0] == extent:
+                self.hold(extent)
+                return True
+            if not self._free.take_at(extent.offset, extent.capacity):
+                return False
+            self._live[extent.offset] = (extent, 1)
+            return True
+
+    def hold(self, extent: Extent) -> None:
+        """One more reference to a live extent."""
+        if extent.capacity:
+            with self._lock:
+                self._live[extent.offset] = (extent, self._count(extent) + 1)
+
+    def drop(self, extent: Extent) -> None:
+        """One reference fewer; the last one makes it free."""
+        if extent.capacity:
+            with self._lock:
+                count = self._count(extent)
+                if count > 1:
+                    self._live[extent.offset] = (extent, count - 1)
+                else:
+                    del self._live[extent.offset]
+                    self._free.give(extent.offset, extent.capacity)
+
+    def holds(self, extent: Extent) -> int:
+        """How many references there are."""
+        with self._lock:
+            known = self._live.get(extent.offset)
+            return known[1] if known is not None and known[0] == extent else 0
+
+    def _count(self, extent: Extent) -> int:
+        count = self.holds(extent)
+        if not count:
+            raise ValueError(f"{extent} of {self.path} is not in use: it was given up already")
+        return count
+
+    def trim(self) -> None:
+        """Cut the free tail off the file."""
+        with self._lock:
+            if self._free.tail:
+                os.truncate(self.path, self._free.shrink())
+
+    def _grow(self, least: int, wanted: int, what: str) -> None:
+        """Grow the file to `wanted` bytes, or where the drive cannot to `least`."""
+        before = self.capacity
+        failure: OSError | None = None
+        for size in dict.fromkeys((wanted, least)):
+            if disk_free(self.path) < size - before:
+                continue  # do not fill the drive only to see that it is too small
+            try:
+                self.file.preallocate(size)
+            except OSError as error:
+                failure = error
+                os.truncate(self.path, before)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+            else:
+                self._free.grow(size)
+                return
+        code = failure.errno if failure is not None else errno.ENOSPC
+        raise OSError(
+            code,
+            f"no room for {what}: {least - before} more bytes are needed and the drive has {disk_free(self.path)} free"
+            f"{'' if failure is None else f' ({failure.strerror})'}. "
+            "Free some space or use a directory on a larger drive",
+            self.path,
+        ) from failure
+
+
+def disk_free(path: str) -> int:
+    """Bytes that this user may still allocate on the file system of `path`."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize

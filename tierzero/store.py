@@ -1,0 +1,225 @@
+"""The store: a directory with a lock, one data file of records, and snapshots of all of them that copy nothing.
+
+Note [snapshot]
+A snapshot pins the extents that are current (see Note [copy on write]) and writes the manifest, the only thing that
+survives a crash: what is free in the data file is known from the manifest alone. Later versions go elsewhere, so it
+stays readable until another snapshot takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
+from typing import Any
+
+from tierzero import manifest as manifests
+from tierzero.checksum import Sums
+from tierzero.directory import check_data_file, prepare_directory, read_manifest, reclaim_directory
+from tierzero.errors import StoreCorruptError, StoreError
+from tierzero.extents import Extent as Extent
+from tierzero.lock import DirectoryLock, Holder
+from tierzero.manifest import Manifest, Snapshot
+from tierzero.space import Space
+from tierzero.tiers.base import BlockFile, open_block_file, settle
+from tierzero.versions import Versions
+
+DATA = "data.bin"
+
+
+class Store(Versions):
+    """Records in `directory`, opened and locked; see Versions for reading and writing them.
+
+    `engine` is a NativeEngine or None for the portable tier. `resume` opens a snapshot (True: the latest) instead of
+    starting empty. `overwrite` gives up the snapshots that are there. Without `reclaim`, a directory that a crashed
+    run left is refused instead of its space being reused. `opener` makes the block file from a path and the engine.
+
+    Raises StoreError (unusable directory, or snapshots in the way), StoreBusyError (held by a living process) and
+    StoreCorruptError (damaged manifest or data file; nothing is deleted).
+
+    `resumed` is the snapshot that was opened, or None.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        engine: Any = None,
+        resume: str | bool = False,
+        reclaim: bool = True,
+        overwrite: bool = False,
+        opener: Callable[[str, Any], BlockFile] = open_block_file,
+    ) -> None:
+        self.directory = prepare_directory(directory)
+        self._lock = DirectoryLock(self.directory)
+        try:
+            if self.stale is not None and not reclaim:
+                raise StoreError(
+                    f"{self.directory} was left by a run that crashed ({self.stale}): "
+                    "resume it, or allow its space to be reclaimed"
+                )
+            manifest = read_manifest(self.directory, overwrite) or Manifest(DATA, {})
+            path = os.path.join(self.directory, manifest.data)
+            self.resumed = _choose(self.directory, manifest, resume)
+            if any(snapshot.records for snapshot in manifest.snapshots.values()):
+                check_data_file(path, manifest)
+            else:
+                reclaim_directory(self.directory, path, stale=self.stale is not None, overwrite=overwrite)
+            try:
+                file = opener(path, engine)
+            except OSError as error:
+                raise StoreError(
+                    f"the data file {path} cannot be opened: {error.strerror}. Check its permissions, or give another "
+                    "directory"
+                ) from error
+            try:
+                super().__init__(path, file, _space(path, file, manifest))
+            except BaseException:
+                file.close()
+                raise
+        except BaseException:
+            self._lock.give_back()
+            raise
+        self._snapshots = dict(manifest.snapshots)
+        self._epoch = manifest.epoch
+        self._committing = False
+        self._limbo: list[Extent] = []  # pinned by a manifest that was replaced, but perhaps not durably
+        for name, (extent, sums) in self.resumed.records.items() if self.resumed is not None else ():
+            self.current[name], self._sums[name] = extent, sums
+            self.space.hold(extent)
+
+    @property
+    def stale(self) -> Holder | None:
+        """Who held the store when it crashed, or None."""
+        return self._lock.stale
+
+    @property
+    def snapshots(self) -> dict[str, Snapshot]:
+        """The committed snapshots by name."""
+        with self._mutex:
+            return dict(self._snapshots)
+
+    async def snapshot(self, name: str, meta: dict[str, Any], keep: Collection[str] = ()) -> Snapshot:
+        """Commit the current records as snapshot `name`, with `meta` (JSON values).
+
+        Older snapshots but those in `keep` are dropped. Durable when it returns; on an OSError the snapshots before it
+        still stand.
+        """
+        records: dict[str, tuple[Extent, Sums]] = {}
+        placed = False
+
+        def renamed() -> None:
+            nonlocal placed
+            placed = True
+
+        captured = await self._capture(keep)
+        try:
+            for record, (extent, known) in captured.items():
+                sums = known if known is not None else await self._sum_again(record, extent)
+                records[record] = (extent, sums)
+            await self.file.sync()
+            new = Snapshot(name, self._epoch + 1, meta, records)
+            kept = {other: old for other, old in self._snapshots.items() if other in keep and other != name}
+            manifest = Manifest(os.path.basename(self.path), {**kept, name: new})
+            await settle(asyncio.ensure_future(asyncio.to_thread(manifests.save, self.directory, manifest, renamed)))
+        except BaseException:
+            with self._mutex:
+                self._committing = False
+                if placed:
+                    self._limbo += self._replace(manifest)  # a power failure may still bring the old manifest back
+                else:
+                    self._release([extent for extent, _ in captured.values()])
+            raise
+        with self._mutex:
+            self._committing = False
+            self._release([*self._replace(manifest), *self._limbo])
+            self._limbo = []
+        return new
+
+    async def _capture(self, keep: Collection[str]) -> dict[str, tuple[Extent, Sums | None]]:
+        """Hold the current extents, at a moment when none is being changed in place."""
+        with self._mutex:
+            self._check_open()
+            if self._committing:
+                raise StoreError(f"a snapshot of {self.directory} is being written already: wait for it")
+            missing = sorted(set(keep) - set(self._snapshots))
+            if missing:
+                raise StoreError(f"{self.directory} has no snapshot {missing[0]!r} to keep")
+            self._committing = True
+        try:
+            async with AsyncExitStack() as stack:
+                for _, lock in sorted(self._writing.items()):
+                    await stack.enter_async_context(lock)
+                with self._mutex:
+                    captured = {name: (extent, self._sums[name]) for name, extent in self.current.items()}
+                    for extent, _ in captured.values():
+                        self.space.hold(extent)
+                    return captured
+        except BaseException:
+            self._committing = False
+            raise
+
+    def _replace(self, manifest: Manifest) -> list[Extent]:
+        """Make the manifest's snapshots the known ones; the extents of those that are gone."""
+        gone = [old for name, old in self._snapshots.items() if manifest.snapshots.get(name) is not old]
+        self._snapshots, self._epoch = dict(manifest.snapshots), manifest.epoch
+        return [extent for old in gone for extent, _ in old.records.values()]
+
+    def close(self, keep: bool = False) -> None:
+        """Close the file and release the lock. Harmless when closed, and in a forked child.
+
+        Snapshots stay, and the data file with them; without any it is deleted, unless `keep`: then the directory is
+        left as a crash would leave it.
+        """
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            self.file.close()
+            if not self._lock.held:
+                return
+            if self._snapshots:
+                self._release(list(self.current.values()))
+                self.space.trim()
+            elif not keep and os.path.exists(self.path):
+                os.unlink(self.path)
+            self._lock.release(remove=bool(self._snapshots) or not keep)
+
+
+def _choose(directory: str, manifest: Manifest, resume: str | bool) -> Snapshot | None:
+    """The snapshot to open, or None to start empty; StoreError if there is none to resume or one in the way."""
+    latest = manifest.latest
+    if latest is None:
+        if resume:
+            raise StoreError(
+                f"there is nothing to resume in {directory}: no snapshot was committed there. "
+                "Start without resume, or check the path"
+            )
+        return None
+    if not resume:
+        step = f" of step {latest.meta['step']}" if "step" in latest.meta else ""
+        raise StoreError(
+            f"{directory} holds the snapshot {latest.name!r}{step}: resume it (resume={latest.name!r}), "
+            "pass overwrite=True to give it up, or use another directory"
+        )
+    if resume is True:
+        return latest
+    if resume not in manifest.snapshots:
+        there = ", ".join(map(repr, sorted(manifest.snapshots)))
+        raise StoreError(f"{directory} has no snapshot {resume!r} to resume; it has {there}")
+    return manifest.snapshots[resume]
+
+
+def _space(path: str, file: BlockFile, manifest: Manifest) -> Space:
+    """The space of the data file with everything pinned that the manifest names, and the free tail cut off."""
+    space = Space(path, file)
+    for snapshot in manifest.snapshots.values():
+        for name, (extent, _) in snapshot.records.items():
+            if not space.adopt(extent):
+                raise StoreCorruptError(
+                    f"the record {name!r} of snapshot {snapshot.name!r} lies over another one at offset "
+                    f"{extent.offset} of {path}. Nothing was deleted: give the snapshots up with overwrite=True"
+                )
+    space.trim()
+    return space

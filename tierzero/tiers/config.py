@@ -1,0 +1,130 @@
+"""Tiers: the whole configuration of an offloaded model, and what its budgets come to on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from tierzero.errors import ConfigError
+from tierzero.sizes import parse_size
+
+AUTO_DEVICE_SHARE = 0.5  # of what is free: activations need the rest
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Budgets and places.
+
+    nvme: directory for parameters and optimizer states that host memory does not hold; None keeps everything in host
+    memory.
+    host: bytes the engine may use in host memory: gradients, buffers and cached records ("48GiB", 5e9, or "60%" of the
+    memory there is).
+    device: bytes for resident parameters and gradients on their way out on the compute device; "auto" takes half of
+    what is free there.
+    prefetch: how many units to fetch ahead, or "auto": as far as the device budget reaches.
+    gds: GPUDirect Storage, "auto" or "off".
+    compute: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1"...
+    """
+
+    nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    host: int | float | str = "60%"
+    device: int | float | str = "auto"
+    prefetch: int | str = "auto"
+    gds: str = "auto"
+    compute: str = "auto"
+
+    def directory(self) -> Path | None:
+        """The store directory. ConfigError if several are given."""
+        if self.nvme is None:
+            return None
+        if isinstance(self.nvme, str | os.PathLike):
+            return Path(self.nvme)
+        paths = list(self.nvme)
+        if len(paths) != 1:
+            raise ConfigError(
+                f"nvme={paths!r}: this version keeps its store in one directory; give one path, on a striped volume "
+                "where there are several drives"
+            )
+        return Path(paths[0])
+
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run. ConfigError for CUDA without one."""
+        if self.compute == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.compute)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"compute={self.compute!r} is not a device; use 'auto', 'cpu', 'cuda' or 'cuda:N'"
+            ) from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"compute={self.compute!r}, but torch sees no CUDA device; use compute='cpu' or a torch build for CUDA"
+            )
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"compute={self.compute!r}: tierzero computes on cpu or cuda devices")
+        return device
+
+    def host_bytes(self) -> int:
+        """The host budget in bytes; percentages are of the memory this process may use."""
+        return _size(self.host, memory_limit(), "host")
+
+    def device_bytes(self) -> int:
+        """The device budget in bytes."""
+        device = self.compute_device()
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+        else:
+            free, total = psutil.virtual_memory().available, memory_limit()
+        if self.device == "auto":
+            return int(min(free, total) * AUTO_DEVICE_SHARE)
+        return _size(self.device, total, "device")
+
+    def depth(self) -> int | None:
+        """The prefetch depth, None for "auto"."""
+        if self.prefetch == "auto":
+            return None
+        try:
+            depth = int(self.prefetch)
+        except (TypeError, ValueError):
+            depth = -1
+        if isinstance(self.prefetch, bool | float) or depth < 0:
+            raise ConfigError(
+                f'prefetch={self.prefetch!r} is not a depth; use "auto" or how many units to fetch ahead, 0 or more'
+            )
+        return depth
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that cannot be."""
+        self.directory()
+        self.compute_device()
+        self.host_bytes()
+        self.device_bytes()
+        self.depth()
+        if self.gds not in ("auto", "off"):
+            raise ConfigError(f'gds={self.gds!r}: use "auto" or "off"; this version has no GPUDirect path to force')
+
+
+def _size(value: int | float | str, of: int, what: str) -> int:
+    try:
+        return parse_size(value, of=of, what=what)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def memory_limit() -> int:
+    """Bytes of memory this process may use: the machine's, or its cgroup's limit where that is lower."""
+    limit = int(psutil.virtual_memory().total)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limit = min(limit, int(text))
+    return limit

@@ -1,0 +1,167 @@
+"""How bytes reach the device and gradients leave it: memcpy on the CPU, streams and events on CUDA, behind one class.
+
+Note [streams]
+Three streams: the user's compute stream, one for host-to-device and one for device-to-host copies. A unit's storage is allocated on the copy
+stream, so freed memory is reused there in order; before it is freed, the copy stream waits for the event of its last use on the compute stream.
+Compute waits for a unit's ready event, never the host. A gradient is copied out after an event on the compute stream, and whoever reads it on the
+host waits for its copy event first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from tierzero.errors import TierzeroError
+from tierzero.metrics import Metrics
+from tierzero.tiers.host import Block
+from tierzero.unit import Unit
+
+
+class Transfer:
+    """The CPU as the device: fetches read straight into the unit's flat storage."""
+
+    def __init__(self, device: torch.device, metrics: Metrics) -> None:
+        self.device = device
+        self.metrics = metrics
+
+    def allocate(self, unit: Unit) -> None:
+        """Give the unit its device bytes."""
+        unit.allocate()
+
+    def free(self, unit: Unit) -> None:
+        """Take them away."""
+        unit.free()
+
+    async def load(self, unit: Unit) -> None:
+        """Fill the unit's flat storage from the tiers. Called on the loop thread."""
+        self.count(unit)
+        await asyncio.gather(*(unit.read_region(name, 0, unit.region(name)) for name in unit.layout.regions))
+
+    def before_use(self, unit: Unit) -> None:
+        """Order the caller's work behind the arrival of `unit`."""
+
+    def after_use(self, unit: Unit) -> None:
+        """Note that the caller's work so far was the last to use `unit`."""
+
+    def take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
+        """Copy (or add) one gradient to its place in host memory."""
+        self.metrics.device(grad.nbytes)
+        if accumulate:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.metrics.add("d2h", grad.nbytes)
+        self.metrics.device(-grad.nbytes)
+
+    def count(self, unit: Unit) -> None:
+        """Account for one fetch."""
+        self.metrics.add("h2d", sum(nbytes for _, nbytes in unit.layout.regions.values()))
+
+    def close(self) -> None:
+        """Wait for copies on their way."""
+
+
+class CudaTransfer(Transfer):
+    """A CUDA device; see Note [streams]. `staging` are pinned host blocks that fetches from disk pass through."""
+
+    def __init__(self, device: torch.device, metrics: Metrics, staging: list[Block]) -> None:
+        super().__init__(device, metrics)
+        self.h2d = torch.cuda.Stream(device)
+        self.d2h = torch.cuda.Stream(device)
+        self._free_blocks = list(staging)
+        self.block_bytes = min((block.tensor.numel() for block in staging), default=0)
+        self._returned = asyncio.Condition()
+        self._copies: dict[int, list[torch.cuda.Event]] = {}
+
+    def allocate(self, unit: Unit) -> None:
+        with torch.cuda.stream(self.h2d):
+            unit.allocate()
+
+    def free(self, unit: Unit) -> None:
+        if unit.used_event is not None:
+            self.h2d.wait_event(unit.used_event)
+            unit.used_event = None
+        with torch.cuda.stream(self.h2d):
+            unit.free()
+
+    def before_use(self, unit: Unit) -> None:
+        if unit.ready_event is not None:
+            torch.cuda.current_stream(self.device).wait_event(unit.ready_event)
+
+    def after_use(self, unit: Unit) -> None:
+        unit.used_event = torch.cuda.current_stream(self.device).record_event()
+
+    async def load(self, unit: Unit) -> None:
+        self.count(unit)
+        if unit.host_flat is not None:
+            with torch.cuda.stream(self.h2d):
+                unit.flat.copy_(unit.host_flat.tensor[: unit.layout.flat_bytes], non_blocking=True)
+        else:
+            await asyncio.gather(*(self._load_region(unit, name) for name in unit.layout.regions))
+        unit.ready_event = self.h2d.record_event()
+
+    async def _load_region(self, unit: Unit, name: str) -> None:
+        _, nbytes = unit.layout.regions[name]
+        block_bytes = self.block_bytes
+        await asyncio.gather(
+            *(self._load_block(unit, name, at, min(block_bytes, nbytes - at)) for at in range(0, nbytes, block_bytes))
+        )
+
+    async def _load_block(self, unit: Unit, name: str, offset: int, nbytes: int) -> None:
+        block = await self._take_block()
+        try:
+            host = block.tensor[:nbytes]
+            await unit.read_region(name, offset, host)
+            with torch.cuda.stream(self.h2d):
+                unit.region(name)[offset : offset + nbytes].copy_(host, non_blocking=True)
+                event = self.h2d.record_event()
+            await asyncio.get_running_loop().run_in_executor(None, event.synchronize)
+        finally:
+            await self._give_block(block)
+
+    async def _take_block(self) -> Block:
+        async with self._returned:
+            await self._returned.wait_for(lambda: bool(self._free_blocks))
+            return self._free_blocks.pop()
+
+    async def _give_block(self, block: Block) -> None:
+        async with self._returned:
+            self._free_blocks.append(block)
+            self._returned.notify()
+
+    def take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
+        compute = torch.cuda.current_stream(self.device)
+        self.metrics.device(grad.nbytes)
+        self.d2h.wait_event(compute.record_event())
+        with torch.cuda.stream(self.d2h):
+            if accumulate:
+                self.finish(unit)
+                view.add_(grad.to("cpu"))
+            else:
+                view.copy_(grad, non_blocking=True)
+                grad.record_stream(self.d2h)
+                self._copies.setdefault(unit.uid, []).append(self.d2h.record_event())
+        self.metrics.add("d2h", grad.nbytes)
+        self.metrics.device(-grad.nbytes)
+        unit.finish_grads = lambda: self.finish(unit)
+
+    def finish(self, unit: Unit) -> None:
+        """Wait on the host for the gradient copies of `unit`."""
+        for event in self._copies.pop(unit.uid, ()):
+            event.synchronize()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def make_transfer(device: torch.device, metrics: Metrics, staging: list[Block]) -> Transfer:
+    """The transfer class for `device`. Raises TierzeroError for a device kind that is not supported."""
+    if device.type == "cpu":
+        return Transfer(device, metrics)
+    if device.type == "cuda":
+        return CudaTransfer(device, metrics, staging)
+    raise TierzeroError(
+        f"tierzero computes on cpu or cuda devices, not on {device}; pass Tiers(compute='cpu') or a CUDA device"
+    )

@@ -1,0 +1,316 @@
+"""Unit: the parameters that move together: their flat storage, their live and rest forms, and their bytes in the tiers.
+
+Note [one storage, two forms]
+All live parameters of a unit view one resizable storage, built with `Tensor.set_` so that each has its own version counter. Paging in is
+`resize_(nbytes)` and a copy through the flat tensor; paging out is `resize_(0)`. Views that autograd saved share the storage, so they follow. `.data`
+swaps do not work (saved `weight.t()` keeps the old storage), and `.numpy()` must never be called on any of them (it makes the storage
+non-resizable). At rest each (module, name) slot holds a Parameter over Paged instead; every slot is written, so ties stay ties.
+
+Note [two facts]
+*Registered* (the live parameters stand in the modules) and *resident* (the storage holds bytes) are separate. A unit is registered while a
+forward that uses it runs; it stays resident until the pager wants the bytes for another.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierzero.errors import TierzeroError
+from tierzero.grads import HostGrad
+from tierzero.layout import ParamSpec, Place, UnitLayout, unit_layout
+from tierzero.paged import Paged
+from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.tiers.host import Block
+
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+AtRest = Callable[..., Any]
+
+
+class State(enum.Enum):
+    """Where the device bytes of a unit stand; `LEGAL` lists the transitions."""
+
+    REST = "rest"  # no bytes
+    FETCHING = "fetching"  # bytes taken, on their way
+    READY = "ready"  # bytes valid (on CUDA: once `ready_event` has passed)
+
+
+LEGAL = {
+    (State.REST, State.FETCHING),
+    (State.FETCHING, State.READY),
+    (State.FETCHING, State.REST),
+    (State.READY, State.REST),
+}
+
+
+class LiveParameter(nn.Parameter):
+    """A parameter whose bytes may have left: tracebacks, debuggers and test runners print what they find, and reading freed bytes is a crash."""
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        storage = self.untyped_storage()
+        if storage.nbytes() < (self.storage_offset() + self.numel()) * self.element_size():
+            return f"LiveParameter(shape={tuple(self.shape)}, dtype={self.dtype}, paged out)"
+        return str(super().__repr__())
+
+
+def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
+    """The layout's view of a parameter."""
+    dtype = DTYPE_NAMES.get(param.dtype, str(param.dtype).removeprefix("torch."))
+    return ParamSpec(name, tuple(param.shape), dtype, param.element_size(), param.requires_grad)
+
+
+class Unit:
+    """See the notes above. Fields the pager changes are listed last; they are guarded by its lock."""
+
+    def __init__(self, uid: int, name: str, module: nn.Module, params: list[nn.Parameter], names: list[str]) -> None:
+        self.uid = uid
+        self.name = name
+        self.module = module
+        self.names = names
+        self.layout: UnitLayout = unit_layout([spec_of(n, p) for n, p in zip(names, params, strict=True)])
+        self.slots: list[list[tuple[nn.Module, str]]] = [[] for _ in params]
+        self.records: dict[str, HostRecord | DiskRecord] = {}
+        self.state: StateRecord | None = None
+        self.grad_block: Block | None = None
+        self.host_flat: Block | None = None  # the parameters cached in host memory, laid out as the flat buffer
+        self.live: list[nn.Parameter] = []
+        self.rest: list[nn.Parameter] = []
+        self.grad_views: list[torch.Tensor | None] = [None] * len(params)
+        self.coef: list[float] = [1.0] * len(params)  # clip coefficient to fold into the next update
+        self.owner: Any = None  # the engine
+        self.state_host = False  # where optimizer state goes when there is some
+        self.steps: list[int] = [0] * len(params)
+        self.blank: set[int] = set()  # parameters of a meta model that were not given values yet
+        self.norms: tuple[tuple[int, tuple[bool, ...]], list[float]] | None = (
+            None  # gradient norms, and what they were computed from
+        )
+        # the pager's
+        self.residency = State.REST
+        self.pins = 0
+        self.registered = False
+        self.in_backward = False
+        self.backward_tokens = 0
+        self.version = 0
+        self.arrival: concurrent.futures.Future[None] | None = None
+        self.pending: Any = None  # the queued update that the next use waits for
+        self.prefetched = False
+        self.ready_event: Any = None
+        self.used_event: Any = None
+        self.finish_grads: Callable[[], None] = _nothing
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def build(
+        self, params: list[nn.Parameter], device: torch.device, settle: Callable[[], None], at_rest: AtRest
+    ) -> None:
+        """Make the flat storage and both forms of every parameter; the slots are not touched yet.
+
+        `settle()` is called before a published gradient is used; `at_rest(work, changes)` runs a coroutine on the bytes at rest.
+        """
+        self.at_rest = at_rest
+        self.flat = torch.empty(0, dtype=torch.uint8, device=device)
+        storage = self.flat.untyped_storage()
+        storage.resize_(self.layout.flat_bytes)
+        self.flat.set_(storage, 0, (self.layout.flat_bytes,), (1,))
+        for index, (param, place) in enumerate(zip(params, self.layout.places, strict=True)):
+            view = torch.empty(0, dtype=param.dtype, device=device)
+            offset = self.layout.flat_offset(place) // param.element_size() if param.numel() else 0
+            view.set_(storage, offset, param.shape, _strides(param.shape))
+            live = LiveParameter(view, requires_grad=param.requires_grad)
+            rest = nn.Parameter(
+                Paged(ParamSource(self, index), param.shape, param.dtype), requires_grad=param.requires_grad
+            )
+            for form in (live, rest):
+                form.__dict__.update(param.__dict__)
+            self.live.append(live)
+            self.rest.append(rest)
+        storage.resize_(0)
+        if self.grad_block is not None:
+            for index, place in enumerate(self.layout.places):
+                if place.grad >= 0:
+                    raw = self.grad_block.tensor[place.grad : place.grad + place.spec.nbytes]
+                    self.grad_views[index] = raw.view(params[index].dtype).view(params[index].shape)
+        self.settle = settle
+
+    # -- registered ----------------------------------------------------------------------------------------------------
+
+    def register_live(self) -> None:
+        """Put the live parameters into every slot, following later changes of requires_grad.
+
+        Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for parameters that took our place.
+        """
+        for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
+            if live.requires_grad != rest.requires_grad:
+                if rest.requires_grad and self.layout.places[index].grad < 0:
+                    raise self._frozen(index)
+                live.requires_grad_(rest.requires_grad)
+            for module, name in slots:
+                there = module._parameters.get(name)
+                if there is rest:
+                    module._parameters[name] = live
+                elif there is not live and isinstance(there, nn.Parameter):
+                    raise TierzeroError(
+                        f"parameter {self.names[index]} was replaced after offload(): cast, move, load with assign=True or rebuild modules before "
+                        "offload(), and change values with load_state_dict() or inside `with tierzero.unsharded(module, write=True)`"
+                    )
+
+    def register_rest(self) -> None:
+        """Put the rest parameters into every slot: the first time, and then wherever the live one stands."""
+        for live, rest, slots in zip(self.live, self.rest, self.slots, strict=True):
+            for module, name in slots:
+                if not self.registered or module._parameters.get(name) is live:
+                    module._parameters[name] = rest
+        self.registered = True
+
+    def let_go(self) -> None:
+        """Drop the references to the model's modules; the slots stay as they are."""
+        self.slots = [[] for _ in self.slots]
+        del self.module
+
+    # -- resident ------------------------------------------------------------------------------------------------------
+
+    def become(self, state: State) -> None:
+        """Change `residency`, refusing a transition that is not legal."""
+        if (self.residency, state) not in LEGAL:
+            raise TierzeroError(
+                f"unit {self.name} cannot go from {self.residency.value} to {state.value}; please report this as a bug"
+            )
+        self.residency = state
+
+    def allocate(self) -> None:
+        """Give the flat storage its bytes, uninitialised."""
+        self.flat.untyped_storage().resize_(self.layout.flat_bytes)
+
+    def free(self) -> None:
+        """Take the bytes of the flat storage away."""
+        self.flat.untyped_storage().resize_(0)
+
+    def region(self, name: str) -> torch.Tensor:
+        """The bytes of one region of the flat buffer; only while allocated."""
+        offset, nbytes = self.layout.regions[name]
+        return self.flat[offset : offset + nbytes]
+
+    def check_given(self) -> None:
+        """TierzeroError if a parameter of a meta model was never given a value."""
+        if self.blank:
+            raise TierzeroError(
+                f"parameter {self.names[min(self.blank)]} was never given a value: the model was on the meta device when it was offloaded; "
+                "call tierzero.initialize(model) or tierzero.load_safetensors(model, path) before training"
+            )
+
+    # -- bytes at rest -------------------------------------------------------------------------------------------------
+
+    async def read_region(self, region: str, offset: int, out: torch.Tensor) -> None:
+        """Fill `out` (uint8[n], host) from `offset` of a region, wherever its current bytes lie."""
+        record = self.records.get(region)
+        if record is not None:
+            await record.read(offset, out)
+        elif region == "fp32" and self.state is not None:
+            await self.state.read(StateRecord.MASTER, offset // 4, out.view(torch.float32))
+        else:
+            raise TierzeroError(
+                f"unit {self.name} has no bytes for its {region} parameters; please report this as a bug"
+            )
+
+    async def read_param(self, index: int) -> torch.Tensor:
+        """One parameter as a new plain CPU tensor."""
+        place = self.layout.places[index]
+        out = torch.empty(place.spec.shape, dtype=self.live[index].dtype)
+        if place.spec.nbytes:
+            await self.read_region(place.region, place.offset, out.view(-1).view(torch.uint8))
+        return out
+
+    async def write_param(self, index: int, value: torch.Tensor) -> None:
+        """Replace one parameter, and its master where it has a state record."""
+        place = self.layout.places[index]
+        self.blank.discard(index)
+        if not place.spec.nbytes:
+            return
+        flat = value.detach().to(device="cpu", dtype=self.live[index].dtype).contiguous().view(-1)
+        record = self.records.get(place.region)
+        if record is not None:
+            await record.write(place.offset, flat.view(torch.uint8))
+        if self.state is not None and place.elem >= 0:
+            await self.state.write(StateRecord.MASTER, place.elem, flat.float())
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def own_grads(self) -> None:
+        """Wait until no queued update needs the gradient buffer any more."""
+        if self.pending is not None:
+            self.settle()
+
+    def _frozen(self, index: int) -> TierzeroError:
+        return TierzeroError(
+            f"parameter {self.names[index]} was frozen when offload() laid the model out and has no room for a gradient: "
+            "call requires_grad_(True) before offload()"
+        )
+
+    def publish_grad(self, index: int) -> torch.Tensor:
+        """Make the gradient buffer's view the `.grad` of the rest parameter; returns the plain view."""
+        view = self.grad_views[index]
+        if view is None:
+            raise self._frozen(index)
+        self.own_grads()
+        self.coef[index] = 1.0
+        self.rest[index].grad = HostGrad.over(view, self.settle)
+        return view
+
+    def grad(self, index: int) -> torch.Tensor | None:
+        """The gradient of one parameter as a plain tensor in the unit's buffer (a foreign `.grad` is copied in), or None."""
+        grad = self.rest[index].grad
+        if grad is None:
+            return None
+        view = self.grad_views[index]
+        if view is None or not isinstance(grad, HostGrad) or grad.plain.data_ptr() != view.data_ptr():
+            if isinstance(grad, HostGrad):
+                grad = grad.plain
+            view = self.publish_grad(index)
+            view.copy_(grad)
+        return view
+
+    def fold_clip(self, index: int) -> None:
+        """Scale a gradient by a clip coefficient that no step has consumed, as the plain loop would have done at once."""
+        view = self.grad_views[index]
+        if self.coef[index] != 1.0 and view is not None:
+            self.own_grads()
+            view.mul_(self.coef[index])
+            self.coef[index] = 1.0
+
+
+class ParamSource:
+    """A parameter of a unit, as Paged reads and writes it."""
+
+    def __init__(self, unit: Unit, index: int) -> None:
+        self.unit = unit
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        return self.unit.names[self.index]
+
+    def read(self) -> torch.Tensor:
+        return self.unit.at_rest(self.unit.read_param(self.index))
+
+    def write(self, value: torch.Tensor) -> None:
+        self.unit.at_rest(self.unit.write_param(self.index, value), changes=True)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _nothing() -> None:
+    pass
