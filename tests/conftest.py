@@ -22,19 +22,44 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_leaks(tmp_path: object) -> Iterator[None]:
+def two_threads(one_thread: None) -> None:
+    """Let torch compute on two threads, which exist already."""
+    import torch
+
+    torch.set_num_threads(2)
+    torch.randn(1 << 17).add_(1.0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: object) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
+
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail if the test leaves an engine, a thread or an open file behind."""
     import torch
 
     import tierzero.engine
 
+    torch.set_num_threads(2)
+    torch.randn(1 << 17).add_(1.0)  # torch's own threads stay once they are there
+    torch.set_num_threads(1)
     torch.zeros(2, requires_grad=True).sum().backward()  # autograd makes its threads once
     open_before, threads_before = set(os.listdir("/proc/self/fd")), set(os.listdir("/proc/self/task"))
-    engines = set(tierzero.engine._ENGINES)
+    engines = set(map(id, tierzero.engine.ENGINES))
     yield
-    left = [engine for engine in tierzero.engine._ENGINES if engine not in engines]
+    left = [engine for engine in tierzero.engine.ENGINES if id(engine) not in engines and not engine.closed]
     for engine in left:
         engine.close()
+    if request.node.stash.get(FAILED, False):
+        return  # its traceback keeps everything alive
     assert not left, "the test did not close its engines"
     gc.collect()
     named = [thread.name for thread in threading.enumerate()]

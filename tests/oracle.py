@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,7 @@ class Plain:
     def take_grads(self) -> None:
         """Give the masters the model's gradients, cast to float32."""
         for param, master in self.masters.items():
-            master.grad = None if param.grad is None else param.grad.float()
+            master.grad = None if param.grad is None else param.grad.float().contiguous()
 
     def norm(self) -> float:
         """The total gradient norm."""
@@ -195,12 +194,13 @@ def differences(run: Tiered, plain: Plain, *, grads: bool = False) -> list[str]:
             if master is None:
                 continue
             expected = state[part] if part in state else torch.zeros(param.shape)
-            if not same(own[part].read(), expected):
+            if not same(own[part].read() if part in own else torch.zeros(param.shape), expected):
                 found.append(f"{name} {part}")
         if master is not None and "master" in own and not same(own["master"].read(), master):
             found.append(f"{name} master")
-        if master is not None and float(own["step"]) != float(state.get("step", 0.0)):
-            found.append(f"{name} step {float(own['step'])}, not {float(state.get('step', 0.0))}")
+        step, expected_step = float(own.get("step", 0.0)), float(state.get("step", 0.0))
+        if master is not None and step != expected_step:
+            found.append(f"{name} step {step}, not {expected_step}")
     buffers = dict(run.model.named_buffers())
     found += [name for name, buffer in plain.model.named_buffers() if not same(buffers[name], buffer)]
     return found
@@ -269,10 +269,8 @@ def check(
 ) -> None:
     """Train `factory`'s model plain and in every placement and dtype, and compare everything."""
     for dtype in dtypes:
-        plain = Plain(make(factory, dtype), groups)
-        original = copy.deepcopy(plain.model)
         for placement in placements:
-            model, fresh = copy.deepcopy(original), Plain(copy.deepcopy(original), groups)
+            model, fresh = make(factory, dtype), Plain(make(factory, dtype), groups)
             chosen = None if units is None else units(model)
             where = f"{str(dtype).removeprefix('torch.')}, {placement}"
             with tiered(model, tiers_for(model, placement, directory / where, chosen), units=chosen, groups=groups) as run:

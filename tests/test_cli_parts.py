@@ -196,3 +196,16 @@ def test_memory_figures() -> None:
     block[::4096] = b"x" * len(block[::4096])
     assert memory.resident_peak() >= before + (32 << 20)
     del block
+
+
+def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
+    from tierzero.cli.trainer import schedule
+
+    factor = schedule(load(None, ["train.steps=20", "train.warmup=4"]))
+    assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    later = [factor(step) for step in range(4, 21)]
+    assert later == sorted(later, reverse=True)
+    assert later[0] == 1.0
+    assert abs(later[-1] - 0.1) < 1e-12
+    assert factor(1000) == later[-1]
+    assert schedule(load(None, ["train.steps=3", "train.warmup=0"]))(0) == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from tierzero.checkpoint import snapshot
-from tierzero.engine import Engine
+from tierzero.engine import ENGINES, Engine
 from tierzero.errors import TierzeroError
 from tierzero.optim.clip import place_of
 from tierzero.partition import Units
@@ -19,8 +18,6 @@ from tierzero.tiers.config import Tiers
 from tierzero.unit import State, Unit
 
 M = TypeVar("M", bound=nn.Module)
-
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
 def offload(
@@ -38,27 +35,24 @@ def offload(
     `load_state_dict`. Raises BudgetError naming the smallest budget that works, StoreError and its kin for the NVMe
     directory, OSError for a full disk; the model is then unchanged.
     """
-    if model in _engines and not _engines[model].closed:
+    if any(place_of(param) is not None for param in model.parameters()):
         raise TierzeroError(
-            "this model is offloaded already; close it with tierzero.close(model) before offloading it anew"
+            "this model, or a part of it, is offloaded already; offload a model once, before anything else"
         )
     if not isinstance(tiers, Tiers):
         raise TypeError(f"tiers must be a tierzero.Tiers, got {type(tiers).__name__}")
-    _engines[model] = Engine(model, tiers, units, resume, overwrite)
+    Engine(model, tiers, units, resume, overwrite)
     return model
 
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of an offloaded model or of one of its submodules."""
-    found = _engines.get(model)
-    if found is not None:
-        return found
     for param in model.parameters():
         place = place_of(param)
         if place is not None:
             owner: Engine = place[0].owner
             return owner
-        for engine in _engines.values():
+        for engine in list(ENGINES):  # inside `unsharded` or a forward
             if any(live is param for unit in engine.units for live in unit.live):
                 return engine
     raise TierzeroError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Coroutine, Sequence
 from functools import partial
@@ -76,10 +75,10 @@ class Engine:
         try:
             self._build(model, parts, directory, resume, overwrite)
         except BaseException:
-            for undo in reversed(self._undo):
-                undo()
+            _take_apart(self._undo)
             raise
-        _ENGINES.add(self)
+        ENGINES.add(self)
+        self._finalizer = weakref.finalize(self, _take_apart, self._undo)
 
     # -- building
     # --------------------------------------------------------------------------------------------------------
@@ -165,6 +164,17 @@ class Engine:
         largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
         self.store.reserve(need + self.streamed.width * largest)
 
+    def reserve_for_snapshot(self) -> None:
+        """Have the space that a snapshot and the steps after it need, so that a full disk shows before anything is
+        pinned.
+        """
+        assert self.store is not None
+        live = sum(extent.capacity for extent in self.store.space.live())
+        current = sum(extent.capacity for extent in self.store.current.values())
+        flushed = self.homes.host_bytes(self.units)
+        largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
+        self.store.reserve(max(live + flushed, 2 * current + flushed + self.streamed.width * largest))
+
     def disk_records(self) -> list[tuple[str, int]]:
         """(name, bytes) of every record that lies in the store when all state records exist."""
         records = []
@@ -235,29 +245,23 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        _ENGINES.discard(self)
         try:
             self.pager.synchronize()
         finally:
             self.hooks.reset()
             self.pager.close()
             self.hooks.remove()
-            for undo in reversed(self._undo):
-                undo()
+            self._finalizer()
 
 
-_ENGINES: set[Engine] = set()
+# An engine lives as long as its model: it is reached through the model's parameters, and this set holds it only weakly.
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def _close_all() -> None:
-    for engine in list(_ENGINES):
-        try:
-            engine.close()
-        except Exception:  # at interpreter exit there is nobody left to tell
-            continue
-
-
-atexit.register(_close_all)
+def _take_apart(undo: list[Any]) -> None:
+    """Close what an engine had opened, last first. Also runs when a model is dropped without close(), and at exit."""
+    while undo:
+        undo.pop()()
 
 
 def _check(model: nn.Module, parts: list[Part]) -> None:

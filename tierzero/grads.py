@@ -3,7 +3,8 @@
 Note [gradients belong to the step until it is done]
 `step()` only queues the update, and the update reads the gradient later. Code that edits `.grad` in between (`model.zero_grad(set_to_none=False)`,
 say) would change a step that has already been taken. So a published gradient is a view of the unit's gradient buffer whose every operation
-first settles the unit: copies into it have landed and no queued update still needs it.
+first settles the unit: copies into it have landed and no queued update still needs it. One that writes also has a clip before it applied,
+which otherwise waits for the step.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch
 class HostGrad(torch.Tensor):
     """A plain strided CPU tensor over a unit's gradient buffer; see Note [gradients belong to the step until it is done]."""
 
-    settle: Callable[[], None]
+    use: Callable[[bool], None]
 
     @classmethod
-    def over(cls, view: torch.Tensor, settle: Callable[[], None]) -> HostGrad:
-        """`view` itself, calling `settle` before each operation."""
+    def over(cls, view: torch.Tensor, use: Callable[[bool], None]) -> HostGrad:
+        """`view` itself, calling `use(changes)` before each operation: whether it writes to it."""
         grad = view.as_subclass(cls)
-        grad.settle = settle
+        grad.use = use
         return grad
 
     @property
@@ -32,23 +33,38 @@ class HostGrad(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        self.use(False)
+        return repr(self.plain)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.settle()
+        self.use(False)
         return self.plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        self.use(False)
+        value = memo[id(self)] = self.plain.clone()
+        return value
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        _settle(args)
-        _settle(tuple((kwargs or {}).values()))
+        kwargs = kwargs or {}
+        _use(args, _writes(func.__name__))
+        _use(tuple(kwargs.values()), "out" in kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
-def _settle(args: Any) -> None:
+def _writes(name: str) -> bool:
+    """Whether a torch function of this name writes to its arguments: add_, __iadd__, __setitem__."""
+    return name == "__setitem__" or (name.startswith("__i") if name.endswith("__") else name.endswith("_"))
+
+
+def _use(args: Any, changes: bool) -> None:
     for value in args:
         if isinstance(value, HostGrad):
-            value.settle()
+            value.use(changes)
         elif isinstance(value, list | tuple):
-            _settle(value)
+            _use(value, changes)

@@ -135,6 +135,10 @@ class Homes:
         if unit.state is not None and not unit.state.on_disk:
             store.remove(name)
 
+    def host_bytes(self, units: list[Unit]) -> int:
+        """What `flush_host` writes."""
+        return sum(raw.numel() for unit in units for raw in _in_host(unit).values())
+
     async def flush_host(self, units: list[Unit]) -> list[str]:
         """Write the records that lie in host memory into the store, so that a snapshot holds everything; their names
         there.
@@ -143,14 +147,21 @@ class Homes:
         assert store is not None
         names = []
         for unit in units:
-            data: dict[str, torch.Tensor] = {}
-            for region, record in unit.records.items():
-                if isinstance(record, HostRecord) and not (region == "fp32" and unit.state is not None):
-                    data[region] = record.data
-            if unit.state is not None and isinstance(unit.state.record, HostRecord):
-                data["state"] = unit.state.record.data
-            for kind, raw in data.items():
+            for kind, raw in _in_host(unit).items():
                 self.metrics.add("nvme_written_expected", raw.numel())
                 await store.put(f"{unit.name}/{kind}", raw)
                 names.append(f"{unit.name}/{kind}")
         return names
+
+
+def _in_host(unit: Unit) -> dict[str, torch.Tensor]:
+    """The unit's records that lie in host memory, by kind. A float32 parameter with optimizer state is its master
+    there.
+    """
+    data: dict[str, torch.Tensor] = {}
+    for region, record in unit.records.items():
+        if isinstance(record, HostRecord) and not (region == "fp32" and unit.state is not None):
+            data[region] = record.data
+    if unit.state is not None and isinstance(unit.state.record, HostRecord):
+        data["state"] = unit.state.record.data
+    return data

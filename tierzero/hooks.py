@@ -9,7 +9,8 @@ Note [backward]
 A hook on each output that requires a gradient makes the unit resident before its backward begins. A post-accumulate hook on each live parameter takes the
 gradient to the host at once, in autograd's own order, so that sums round as in the plain loop. Hooks on the inputs tell that the backward is over. No node is
 added to the graph: an identity function on the inputs would change the order in which their gradients are summed (and refuse in-place operations on
-them). All of these only say when bytes may leave; that they are there is the unpack hook's business.
+them). All of these only say when bytes may leave; that they are there is the unpack hook's business. The live parameters are registered meanwhile: what
+a checkpoint inside the unit recomputes may use them without calling the unit's module.
 
 Note [recomputation]
 A forward that runs inside a backward (activation checkpointing) is not a use of its own: the backward's use has been counted already.
@@ -163,9 +164,7 @@ class Hooks:
         if frame.net is not None:
             frame.net.__exit__(None, None, None)
         if frame.acquired:
-            if frame.unit.pins == 1:  # no other forward and no `unsharded` block uses it
-                frame.unit.register_rest()
-            self.pager.release(frame.unit)
+            self.pager.release(frame.unit, register_rest=True)
 
     def _is_weight(self, unit: Unit, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and unit_of(leaf, self.by_storage) is unit
@@ -226,7 +225,7 @@ class Hooks:
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self.graph_tasks:
             self.graph_tasks.add(task)
-            Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(_BackwardEnd(self, task))  # type: ignore[attr-defined]
         self.pager.begin_backward(unit, record=True)
 
     def _watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -249,10 +248,12 @@ class Hooks:
         if tensor.is_leaf:
             self._leaf_hooks.append(handle)
 
-    def _backward_ends(self, task: int) -> None:
-        self.graph_tasks.discard(task)
-        if not self.graph_tasks:
-            self._end_backwards()
+    def backward_ends(self, task: int) -> None:
+        """The backward with this graph task id is over, or was cut short."""
+        if task in self.graph_tasks:
+            self.graph_tasks.discard(task)
+            if not self.graph_tasks:
+                self._end_backwards()
 
     def _end_backwards(self) -> None:
         for handle in self._leaf_hooks:
@@ -281,6 +282,19 @@ class Hooks:
         self.pager.transfer.take_grad(unit, grad.detach(), view, accumulate=held is not None)
         for after in (getattr(rest, "_post_accumulate_grad_hooks", None) or {}).values():
             after(rest)
+
+
+class _BackwardEnd:
+    """Autograd calls it at the end of a backward; after an error it only drops it."""
+
+    def __init__(self, hooks: Hooks, task: int) -> None:
+        self.hooks = hooks
+        self.task = task
+
+    def __call__(self) -> None:
+        self.hooks.backward_ends(self.task)
+
+    __del__ = __call__
 
 
 def _refuse_double(unit: Unit) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from tierzero.errors import PagedOutError
 
@@ -50,12 +51,16 @@ class Paged(torch.Tensor):
         return f"Paged({self.source.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.source.read().__reduce_ex__(protocol)
+        return self._plain().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        value = self.source.read()
-        memo[id(self)] = value
+        value = memo[id(self)] = self._plain()
         return value
+
+    def _plain(self) -> torch.Tensor:
+        """The value as what this stands for: a plain parameter or a plain tensor."""
+        value = self.source.read()
+        return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
 
     def read(self) -> torch.Tensor:
         """The value as a new plain CPU tensor."""

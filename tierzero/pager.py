@@ -56,6 +56,7 @@ class Pager:
         self.trace.begin_step()
         self._resident: dict[int, Unit] = {}  # has bytes: FETCHING or READY
         self._backward: dict[int, Unit] = {}  # in backward, the most recently used last
+        self._around = _around(units)
         self._kicked = False
         self._closed = False
 
@@ -87,10 +88,12 @@ class Pager:
                 f"the engine that holds the parameters of unit {unit.name} was closed by tierzero.close(); build the model anew and offload() that"
             )
 
-    def release(self, unit: Unit) -> None:
-        """Unpin; the unit stays resident until its bytes are wanted."""
+    def release(self, unit: Unit, *, register_rest: bool = False) -> None:
+        """Unpin; the unit stays resident until its bytes are wanted. With `register_rest`, its rest parameters come back with the last pin."""
         with self.lock:
             unit.pins -= 1
+            if register_rest and not unit.pins and not unit.in_backward:
+                unit.register_rest()
             self.transfer.after_use(unit)
         self._kick()
 
@@ -98,6 +101,7 @@ class Pager:
         """Make `unit` resident for backward. It is not pinned: see Note [demand]."""
         self.acquire(unit, record=record)
         with self.lock:
+            unit.register_live()
             unit.pins -= 1
             unit.in_backward = True
             self._backward.pop(unit.uid, None)
@@ -107,10 +111,15 @@ class Pager:
         """The unit's backward is over (as far as anybody can tell)."""
         with self.lock:
             if unit.in_backward:
-                unit.in_backward = False
-                self._backward.pop(unit.uid, None)
+                self._leave_backward(unit)
                 self.transfer.after_use(unit)
         self._kick()
+
+    def _leave_backward(self, unit: Unit) -> None:
+        unit.in_backward = False
+        self._backward.pop(unit.uid, None)
+        if not unit.pins:
+            unit.register_rest()
 
     def end_all_backward(self) -> None:
         """No backward is going on any more."""
@@ -251,8 +260,9 @@ class Pager:
         return victims is not None
 
     def _force(self, unit: Unit) -> bool:
-        """Evict the unit whose backward is the longest ago; whether there was one."""
-        for other in self._backward.values():
+        """Evict the unit whose backward began first, one around `unit` last: what is recomputed there may use it; whether there was one."""
+        around = self._around[unit.uid]
+        for other in sorted(self._backward.values(), key=lambda other: other.uid in around):
             if other is not unit and other.residency is State.READY and not other.pins:
                 self.metrics.add("forced_evictions")
                 self.transfer.after_use(other)
@@ -303,8 +313,7 @@ class Pager:
     def _forget(self, unit: Unit) -> None:
         self._resident.pop(unit.uid, None)
         if unit.in_backward:
-            unit.in_backward = False
-            self._backward.pop(unit.uid, None)
+            self._leave_backward(unit)
         self.transfer.free(unit)
         self.metrics.device(-unit.layout.flat_bytes)
 
@@ -349,6 +358,15 @@ class Pager:
                 self._start(unit)
                 assert unit.arrival is not None
                 unit.arrival.add_done_callback(_seen)
+
+
+def _around(units: list[Unit]) -> list[set[int]]:
+    """For each unit, the others whose modules contain its module."""
+    containing: dict[int, set[int]] = {}
+    for unit in units:
+        for module in unit.module.modules():
+            containing.setdefault(id(module), set()).add(unit.uid)
+    return [containing[id(unit.module)] - {unit.uid} for unit in units]
 
 
 def _seen(future: concurrent.futures.Future[None]) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 LARGE_SHARE = 1 / 3  # of the model's bytes: split an element further
 LEAF_SHARE = 1 / 64  # of the model's bytes: a leaf outside the stacks is worth a unit of its own
 
+_NEVER_CALLED = (nn.ParameterList, nn.ParameterDict)  # their parameters are used by whoever holds them
+
 Units = Iterable[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
 
@@ -94,14 +96,14 @@ def _default(root: nn.Module) -> set[int]:
 
 
 def _visit(module: nn.Module, total: int, chosen: set[int]) -> None:
-    """Choose units below `module`."""
+    """Choose units below `module`. torch's attention counts as a leaf: it uses its projection's weight without calling it."""
     for child in module.children():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             _element(child, total, chosen)
         elif isinstance(child, nn.ModuleList | nn.Sequential):
             _visit(child, total, chosen)
-        elif next(child.children(), None) is None:
-            if _bytes(child) >= total * LEAF_SHARE:
+        elif next(child.children(), None) is None or isinstance(child, nn.MultiheadAttention):
+            if _bytes(child) >= total * LEAF_SHARE and not isinstance(child, _NEVER_CALLED):
                 chosen.add(id(child))
         else:
             _visit(child, total, chosen)

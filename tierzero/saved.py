@@ -33,7 +33,7 @@ class _Weight:
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
-        self.tensor = tensor
+        self.tensor = tensor.detach()
         self.version = unit.version
 
 
@@ -43,7 +43,7 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # an output that its own node kept would keep the graph alive for ever
         self.version = tensor._version if not tensor.is_inference() else -1
 
     def unpack(self) -> torch.Tensor:

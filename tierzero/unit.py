@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,7 @@ class Unit:
         self.norms: tuple[tuple[int, tuple[bool, ...]], list[float]] | None = (
             None  # gradient norms, and what they were computed from
         )
+        self.touched = False  # somebody has had their hands on the gradients
         # the pager's
         self.residency = State.REST
         self.pins = 0
@@ -170,9 +172,12 @@ class Unit:
         self.registered = True
 
     def let_go(self) -> None:
-        """Drop the references to the model's modules; the slots stay as they are."""
+        """Drop the references to the model's modules, which keep their parameters, and those that gc cannot see: a gradient's to the engine."""
         self.slots = [[] for _ in self.slots]
         del self.module
+        for rest in self.rest:
+            if isinstance(rest.grad, HostGrad):
+                rest.grad.use = _nothing
 
     # -- resident ------------------------------------------------------------------------------------------------------
 
@@ -260,8 +265,16 @@ class Unit:
             raise self._frozen(index)
         self.own_grads()
         self.coef[index] = 1.0
-        self.rest[index].grad = HostGrad.over(view, self.settle)
+        self.touched = False
+        self.rest[index].grad = HostGrad.over(view, functools.partial(self._touch, index))
         return view
+
+    def _touch(self, index: int, changes: bool) -> None:
+        """Somebody uses a published gradient, and may keep what changes it behind our back (`.data`, `.numpy()`)."""
+        self.settle()
+        self.norms, self.touched = None, True
+        if changes:  # what is written now is not to be scaled by a clip before it
+            self.fold_clip(index)
 
     def grad(self, index: int) -> torch.Tensor | None:
         """The gradient of one parameter as a plain tensor in the unit's buffer (a foreign `.grad` is copied in), or None."""
@@ -312,5 +325,5 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass

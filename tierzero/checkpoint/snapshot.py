@@ -24,6 +24,7 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
             "path) without one"
         )
     engine.pager.synchronize()
+    engine.reserve_for_snapshot()
     own = {
         **engine.describe(),
         "steps": {unit.name: unit.steps for unit in engine.units},

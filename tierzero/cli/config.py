@@ -74,7 +74,7 @@ class DataSection(Section):
 
     path: PathValue | None = None
     sequence: Positive = 256
-    batch: Positive = 8
+    batch: Positive = 4
 
 
 class TrainSection(Section):

@@ -119,9 +119,9 @@ class Sampler:
 
 
 def standard_library() -> list[Path]:
-    """The sources of Python's standard library without its tests, in a fixed order."""
+    """The sources of Python's standard library in a fixed order, without its tests and the tables of its encodings."""
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
     return sorted(path for path in walk(root, skipped) if path.suffix == ".py")
 
 

@@ -16,7 +16,7 @@ def unit_norms(unit: Unit) -> list[float]:
         return [0.0] * len(grads)
     version = unit.grad_block.tensor._version
     present = tuple(grad is not None for grad in grads)
-    if unit.norms is None or unit.norms[0] != (version, present):
+    if unit.norms is None or unit.touched or unit.norms[0] != (version, present):
         tensors = [grad.reshape(-1) for grad in grads if grad is not None]
         values = iter(_norms(tensors))
         unit.norms = (version, present), [next(values) if there else 0.0 for there in present]
