@@ -13,6 +13,7 @@ from models import VOCAB
 from torch import nn
 
 import tierzero as tz
+from tierzero.api import engine_of
 
 HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.05}
 PLACEMENTS = ("host", "nvme", "mixed")
@@ -83,6 +84,7 @@ class Tiered:
         try:
             chosen = list(model.parameters()) if groups is None else groups(model)
             self.optimizer = tz.AdamW(chosen, **{**HYPER, **hyper})
+            self.engine = engine_of(model)
         except BaseException:
             tz.close(model)
             raise
@@ -96,13 +98,6 @@ class Tiered:
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self.optimizer.zero_grad()
-
-    @property
-    def engine(self) -> Any:
-        """The engine behind the model."""
-        from tierzero.api import engine_of
-
-        return engine_of(self.model)
 
     def check_pools(self) -> None:
         """Nothing is on the device but the bytes of resident units, nothing is in use, and the budget was kept."""
@@ -142,12 +137,9 @@ def tiered(model: nn.Module, tiers: tz.Tiers, **options: Any) -> Iterator[Tiered
         run.check_pools()
         done = True
     finally:
-        engine = run.engine
-        try:
-            tz.close(model)
-        finally:
-            if done:
-                assert engine.metrics.device_used == 0
+        run.engine.close()
+        if done:
+            assert run.engine.metrics.device_used == 0
 
 
 def batches(count: int, seed: int = 1, shape: tuple[int, int] = (2, 5)) -> Iterator[torch.Tensor]:

@@ -47,7 +47,7 @@ class Trap(nn.Module):
 class TrappedBlock(Block):
     """Has the trap in its middle."""
 
-    trap = Trap()
+    trap: Trap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return x + self.down(self.trap(F.gelu(self.up(self.trap(self.norm(x))))))
@@ -94,6 +94,9 @@ def test_exceptions_at_every_position(checkpointed: bool, where: str, error: typ
             assert raised[0] or position > 9
             if position % 2:
                 tz.reset(run.model)
+            elif error is KeyboardInterrupt:  # what it left behind is in other models' way until the next forward
+                with torch.no_grad():
+                    loss_of(run.model, next(batches(1)))
             if where == "backward":
                 assert_same(run, plain, f"position {position}", grads=True)  # what had arrived stays
             if position % 3 == 0:
@@ -157,7 +160,7 @@ def test_a_failed_step_in_a_scheduler_or_closure(tmp_path: Path) -> None:
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "add": lambda w: w + 1,
     "add reflected": lambda w: 1 + w,
-    "mul in place": lambda w: w.mul_(2.0),
+    "mul in place": lambda w: w.detach().mul_(2.0),
     "matmul": lambda w: torch.ones(3, w.shape[0]) @ w,
     "where": lambda w: torch.where(torch.ones(w.shape, dtype=torch.bool), w, torch.zeros(w.shape)),
     "linear": lambda w: F.linear(torch.ones(2, w.shape[1]), w),
@@ -217,7 +220,7 @@ LEAKY: dict[str, Callable[[torch.Tensor], Any]] = {
     "tolist": lambda w: w.tolist(),
     "item": lambda w: w.item(),
     "storage": lambda w: bytes(w.untyped_storage()),
-    "dlpack": lambda w: torch.utils.dlpack.to_dlpack(w.detach()),
+    "dlpack": lambda w: torch.from_dlpack(w.detach()),
     "array": lambda w: __import__("numpy").asarray(w.detach()),
     "as_strided": lambda w: w.as_strided((2,), (1,)).sum(),
     "set_": lambda w: torch.empty(0).set_(w),
@@ -370,23 +373,39 @@ def test_wrong_order(tmp_path: Path) -> None:
     tz.close(model)
 
 
-@pytest.mark.parametrize("how", ["to", "bfloat16", "assign", "replace"])
+@pytest.mark.parametrize("how", ["assign", "replace"])
 def test_parameters_replaced_afterwards(how: str, tmp_path: Path) -> None:
-    """Casting or replacing parameters after offload is refused by the next forward, naming the parameter (D6, M4)."""
+    """Replacing parameters after offload is refused by the next forward, naming the parameter (D6, M4)."""
     model = make(Net)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with tiered(model, tiers_for(model, "host", tmp_path)):
-        if how == "to":
-            model.to(torch.float64)
-        elif how == "bfloat16":
-            model.bfloat16()
-        elif how == "assign":
+        if how == "assign":
             model.load_state_dict(state, assign=True)
         else:
             model.layers[1].up.weight = nn.Parameter(torch.zeros(2 * DIM, DIM))
         name = "layers.1.up.weight" if how == "replace" else "embed.weight"
         with pytest.raises(tz.TierzeroError, match=rf"{name} was replaced after offload"):
             loss_of(model, next(batches(1)))
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.half()])
+def test_casts_afterwards(cast: Any, tmp_path: Path) -> None:
+    """Casting an offloaded model is refused at once, and nothing has changed (D6)."""
+    with pair(tmp_path) as (plain, run):
+        with pytest.raises(tz.TierzeroError, match=r"embed\.weight.*before offload"):
+            cast(run.model)
+        train_both([("", run)], plain, 2)
+
+
+def test_assigning_data(tmp_path: Path) -> None:
+    """`param.data = tensor` of the same kind writes the values."""
+    with pair(tmp_path) as (plain, run):
+        for model in (plain.model, run.model):
+            for param in model.parameters():
+                param.data = param.detach().clone() * 0.5
+        for param, master in plain.masters.items():
+            master.data.copy_(param)
+        train_both([("", run)], plain, 2)
 
 
 def test_calls_that_change_nothing_are_fine(tmp_path: Path) -> None:
@@ -466,7 +485,7 @@ def test_models_that_cannot_be_offloaded(tmp_path: Path) -> None:
         tz.offload(nn.ReLU(), tiers)
     with pytest.raises((tz.TierzeroError, ValueError), match="float64"):
         tz.offload(nn.Linear(2, 2).double(), tiers)
-    with pytest.raises(tz.TierzeroError, match="UninitializedParameter"):
+    with pytest.raises((tz.TierzeroError, ValueError), match="(?i)uninitialized"):
         tz.offload(nn.LazyLinear(3), tiers)
     with pytest.raises(TypeError, match=r"tierzero\.Tiers"):
         tz.offload(nn.Linear(2, 2), {"host": "1GiB"})  # type: ignore[arg-type]
@@ -561,8 +580,9 @@ def test_dropping_a_model_without_close(tmp_path: Path) -> None:
     tz.offload(model, tiers_for(model, "nvme", tmp_path))
     optimizer = tz.AdamW(model.parameters())
     loss_of(model, next(batches(1)))
+    loss_of(model, next(batches(1))).backward()
+    tz.synchronize(model)
     gone = weakref.ref(model)
     del model, optimizer
     gc.collect()
-    if gone() is not None:  # kept by what only close() can undo
-        tz.close(gone())
+    assert gone() is None

@@ -112,10 +112,10 @@ class Hooks:
         )
         for index, live in enumerate(unit.live):
             if unit.layout.places[index].grad >= 0:
-                self.handles.append(live.register_post_accumulate_grad_hook(lambda p, i=index: self.take_grad(unit, i)))
+                live.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), unit.uid, index))
 
     def remove(self) -> None:
-        """Take every hook off the modules and live parameters and let go of them: hooks on tensors are cycles that gc cannot see."""
+        """Take every hook off the modules and let go of them: what is left of the engine must not keep them alive."""
         for handle in self.handles:
             handle.remove()
         for unit in self.by_storage.values():
@@ -295,6 +295,13 @@ class _BackwardEnd:
         self.hooks.backward_ends(self.task)
 
     __del__ = __call__
+
+
+def _arrived(hooks: weakref.ref[Hooks], uid: int, index: int, live: torch.Tensor) -> None:
+    """A live parameter's hook. It refers to the engine weakly: gc does not see what hangs on a tensor."""
+    found = hooks()
+    if found is not None:
+        found.take_grad(found.pager.units[uid], index)
 
 
 def _refuse_double(unit: Unit) -> None:

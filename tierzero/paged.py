@@ -66,6 +66,29 @@ class Paged(torch.Tensor):
         """The value as a new plain CPU tensor."""
         return self.source.read()
 
+    @property  # type: ignore[misc]
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """As torch's, still paged. Assigning a tensor of the same shape and dtype writes its values; others are refused."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, Paged) and value.source is self.source:
+            return
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise PagedOutError(
+                f"{self.source.name} is {self.dtype} {tuple(self.shape)} in the tiers and cannot become {value.dtype} {tuple(value.shape)} on {value.device}: "
+                "cast, move and resize models before offload()"
+            )
+        self.source.write(value.detach())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values need `unsharded`, or `read()`."""
+        raise _paged_out("numpy", [self])
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _paged_out("__dlpack__", [self])
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,13 +107,19 @@ class Paged(torch.Tensor):
             return func(first, args[1].source.read(), *args[2:], **kwargs)
         if func in (aten._to_copy.default, aten.clone.default) and isinstance(first, Paged):
             return func(first.source.read(), *args[1:], **kwargs)
-        names = sorted({value.source.name for value in _tensors(args, kwargs)})
-        raise PagedOutError(
-            f"{func.name() if hasattr(func, 'name') else func} needs the values of {', '.join(names)}, which "
-            f"{'is' if len(names) == 1 else 'are'} paged out: parameters are resident only while the module that owns them runs forward or backward. "
-            "Wrap the code in `with tierzero.unsharded(module):` (write=True to change values), or register the method that uses it with "
-            "tierzero.register_forward_method(module, name)"
-        )
+        raise _paged_out(func.name() if hasattr(func, "name") else str(func), _tensors(args, kwargs))
+
+
+def _paged_out(what: str, tensors: list[Paged]) -> PagedOutError:
+    names = sorted({value.source.name for value in tensors})
+    if any(getattr(value.source, "closed", False) for value in tensors):
+        return PagedOutError(f"{what} needs the values of {', '.join(names)}, whose engine was closed by tierzero.close(); build the model anew")
+    return PagedOutError(
+        f"{what} needs the values of {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} paged out: "
+        "parameters are resident only while the module that owns them runs forward or backward. "
+        "Wrap the code in `with tierzero.unsharded(module):` (write=True to change values), or register the method that uses it with "
+        "tierzero.register_forward_method(module, name)"
+    )
 
 
 def _tensors(*trees: Any) -> list[Paged]:

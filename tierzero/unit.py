@@ -16,6 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import enum
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -172,12 +173,9 @@ class Unit:
         self.registered = True
 
     def let_go(self) -> None:
-        """Drop the references to the model's modules, which keep their parameters, and those that gc cannot see: a gradient's to the engine."""
+        """Drop the references to the model's modules, which keep their parameters."""
         self.slots = [[] for _ in self.slots]
         del self.module
-        for rest in self.rest:
-            if isinstance(rest.grad, HostGrad):
-                rest.grad.use = _nothing
 
     # -- resident ------------------------------------------------------------------------------------------------------
 
@@ -266,10 +264,10 @@ class Unit:
         self.own_grads()
         self.coef[index] = 1.0
         self.touched = False
-        self.rest[index].grad = HostGrad.over(view, functools.partial(self._touch, index))
+        self.rest[index].grad = HostGrad.over(view, functools.partial(_touch, weakref.ref(self), index))
         return view
 
-    def _touch(self, index: int, changes: bool) -> None:
+    def touch_grad(self, index: int, changes: bool) -> None:
         """Somebody uses a published gradient, and may keep what changes it behind our back (`.data`, `.numpy()`)."""
         self.settle()
         self.norms, self.touched = None, True
@@ -309,6 +307,10 @@ class ParamSource:
     def name(self) -> str:
         return self.unit.names[self.index]
 
+    @property
+    def closed(self) -> bool:
+        return bool(self.unit.owner.closed)
+
     def read(self) -> torch.Tensor:
         return self.unit.at_rest(self.unit.read_param(self.index))
 
@@ -325,5 +327,12 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _nothing(*_: object) -> None:
+def _touch(unit: weakref.ref[Unit], index: int, changes: bool) -> None:
+    """What a published gradient calls; weak, because gc does not see through a parameter to its gradient."""
+    found = unit()
+    if found is not None:
+        found.touch_grad(index, changes)
+
+
+def _nothing() -> None:
     pass

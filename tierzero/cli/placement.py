@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import errno
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -16,6 +17,7 @@ from tierzero.engine import unit_sizes
 from tierzero.native import NATIVE
 from tierzero.partition import partition
 from tierzero.placement import place
+from tierzero.planner import Plan
 from tierzero.sizes import format_size
 
 DEVICE_SHARE = 6  # the device holds a sixth of the parameters
@@ -43,3 +45,56 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
 def _share(nbytes: int, parts: int) -> int:
     """A part of `nbytes`, in whole MiB where that is at least one."""
     return nbytes // parts // _WHOLE * _WHOLE or nbytes // parts
+
+
+def check_disk(config: Config, plan: Plan) -> None:
+    """OSError(ENOSPC) where the drive has less room than the store needs; what the run's own store takes counts as room."""
+    if plan.disk_free is None:
+        return
+    taken = sum(path.stat().st_blocks * 512 for path in config.store.glob("*") if path.is_file())
+    if plan.nvme_bytes > plan.disk_free + taken:
+        raise OSError(
+            errno.ENOSPC,
+            f"the store in {config.store} needs {format_size(plan.nvme_bytes)} and the drive has "
+            f"{format_size(plan.disk_free + taken)} for it: free some space, or set tiers.nvme to a directory on a larger drive",
+            str(config.store),
+        )
+
+
+def print_placement(console: Console, config: Config, task: Task, plan: Plan) -> None:
+    """The table of what lives where, what moves per step, and what the drive must hold."""
+    console.print(
+        f"{task.describe()}, {plan.params:,} parameters in {config.train.dtype}", markup=False, soft_wrap=True
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in (("", "left"), ("device", "right"), ("host", "right"), ("NVMe", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in rows(config, plan):
+        table.add_row(*row)
+    console.print(table)
+    if not plan.native:
+        console.print(
+            "The native extension is not built: the portable tier and torch's own AdamW do the work, slower.",
+            soft_wrap=True,
+        )
+
+
+def rows(config: Config, plan: Plan) -> list[tuple[str, str, str, str]]:
+    """(what, device, host, NVMe); bytes per step are those of all its micro-batches."""
+
+    def size(nbytes: int) -> str:
+        return format_size(nbytes) if nbytes else "-"
+
+    micro = config.train.accumulate
+    read = plan.state_nvme + micro * (plan.step_nvme_read - plan.state_nvme)
+    free = "" if plan.disk_free is None else f", {format_size(plan.disk_free)} free"
+    return [
+        ("parameters", "as used", size(plan.param_host), size(plan.param_nvme)),
+        ("gradients", "passing", size(plan.grad_bytes), "-"),
+        ("optimizer states", "-", size(plan.state_host), size(plan.state_nvme)),
+        ("engine buffers", "-", size(plan.buffer_bytes), "-"),
+        ("needed", size(plan.device_needed), size(plan.host_needed), size(plan.nvme_bytes)),
+        ("budget", size(plan.device_budget), size(plan.host_budget), f"{config.store}{free}"),
+        ("in per step", size(micro * plan.step_h2d), "-", f"{size(read)} read"),
+        ("out per step", size(micro * plan.step_d2h), "-", f"{size(plan.step_nvme_written)} written"),
+    ]

@@ -16,7 +16,7 @@ import tierzero as tz
 from tierzero.cli import memory
 from tierzero.cli.config import Config
 from tierzero.cli.files import write_atomically, write_json
-from tierzero.cli.placement import choose_tiers, print_placement
+from tierzero.cli.placement import check_disk, choose_tiers, print_placement
 from tierzero.cli.progress import View, choose_view
 from tierzero.cli.rundir import check_rundir, clear_rundir, make_directory
 from tierzero.cli.runlog import RunLog, read_metrics
@@ -41,6 +41,7 @@ def run(config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: 
     tiers = choose_tiers(config, model)
     plan = tz.plan(model, tiers)
     print_placement(console, config, task, plan)
+    check_disk(config, plan)
     if dry_run:
         return
     Session(config, task, model, tiers, plan, view, console).run(resume, overwrite)
