@@ -1,4 +1,6 @@
-"""Tiny models, one per shape that offloading has to get right. All take int64[batch, tokens] and return logits float[batch, tokens, VOCAB]."""
+"""Tiny models, one per shape that offloading has to get right. All take int64[batch, tokens] and return logits
+float[batch, tokens, VOCAB].
+"""
 
 from __future__ import annotations
 
@@ -290,7 +292,11 @@ class Shared(Net):
 
     def body(self, h: torch.Tensor) -> torch.Tensor:
         for _ in range(self.times):
-            h = self.layers[0](h) if self.mode == "plain" else checkpoint(self.layers[0], h, use_reentrant=self.mode == "reentrant")
+            h = (
+                self.layers[0](h)
+                if self.mode == "plain"
+                else checkpoint(self.layers[0], h, use_reentrant=self.mode == "reentrant")
+            )
             h = torch.tanh(h)
         return h
 
@@ -300,7 +306,9 @@ class BatchNormed(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Conv1d(DIM, DIM, 3, padding=1), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Conv1d(DIM, DIM, 3, padding=1), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3)]
+        )
 
     def body(self, h: torch.Tensor) -> torch.Tensor:
         return super().body(h.transpose(1, 2)).transpose(1, 2)
@@ -315,7 +323,10 @@ class RandomBranch(Net):
 
     def body(self, h: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        choice = torch.rand(len(self.layers), generator=torch.Generator().manual_seed(self.generator_seed + self.calls)) < 0.5
+        choice = (
+            torch.rand(len(self.layers), generator=torch.Generator().manual_seed(self.generator_seed + self.calls))
+            < 0.5
+        )
         for taken, layer in zip(choice.tolist(), self.layers, strict=True):
             h = layer(h) if taken else h
         return h

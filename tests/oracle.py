@@ -21,7 +21,9 @@ Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
 def tiers_for(model: nn.Module, placement: str, directory: Path, units: Any = None, spare: int = 0) -> tz.Tiers:
-    """The smallest budgets that work for `placement`; "mixed" has host memory for half the records. `spare`: extra device bytes."""
+    """The smallest budgets that work for `placement`; "mixed" has host memory for half the records. `spare`: extra
+    device bytes.
+    """
     nvme = None if placement == "host" else directory
     ample = tz.plan(model, tz.Tiers(nvme=nvme, host="1GiB", device="1GiB", compute="cpu"), units=units)
     host = ample.host_min
@@ -79,7 +81,9 @@ class Plain:
 class Tiered:
     """The same on an offloaded model."""
 
-    def __init__(self, model: nn.Module, tiers: tz.Tiers, groups: Groups | None = None, units: Any = None, **hyper: Any) -> None:
+    def __init__(
+        self, model: nn.Module, tiers: tz.Tiers, groups: Groups | None = None, units: Any = None, **hyper: Any
+    ) -> None:
         self.model = tz.offload(model, tiers, units=units)
         try:
             chosen = list(model.parameters()) if groups is None else groups(model)
@@ -163,7 +167,11 @@ def make(factory: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, s
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same bits (and dtype and shape)."""
     a, b = a.detach().contiguous(), b.detach().contiguous()
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    )
 
 
 def differences(run: Tiered, plain: Plain, *, grads: bool = False) -> list[str]:
@@ -220,7 +228,8 @@ def train_both(
 ) -> None:
     """Train all in lockstep; losses and clip norms are compared at every step.
 
-    `clip` gives max_norm (or None) from the step and the total norm; `each_step(step, run)` runs after backward on every one of them.
+    `clip` gives max_norm (or None) from the step and the total norm; `each_step(step, run)` runs after backward on
+    every one of them.
     """
     data = batches(steps * accumulate, seed)
     for step in range(steps):
@@ -232,7 +241,9 @@ def train_both(
             for name, run in runs:
                 torch.set_rng_state(state)
                 value = loss(run.model, ids)
-                assert same(value, expected), f"{name}, step {step}, micro-batch {micro}: the loss is {value.item()!r}, not {expected.item()!r}"
+                assert same(value, expected), (
+                    f"{name}, step {step}, micro-batch {micro}: the loss is {value.item()!r}, not {expected.item()!r}"
+                )
                 (value / accumulate).backward()
         for run in (plain, *(run for _, run in runs)):
             if each_step is not None:
@@ -265,6 +276,8 @@ def check(
             model, fresh = make(factory, dtype), Plain(make(factory, dtype), groups)
             chosen = None if units is None else units(model)
             where = f"{str(dtype).removeprefix('torch.')}, {placement}"
-            with tiered(model, tiers_for(model, placement, directory / where, chosen), units=chosen, groups=groups) as run:
+            with tiered(
+                model, tiers_for(model, placement, directory / where, chosen), units=chosen, groups=groups
+            ) as run:
                 train_both([(where, run)], fresh, steps, **options)
                 assert_same(run, fresh, where)

@@ -97,6 +97,7 @@ def settings(folder: Path) -> list[str]:
         "data.sequence=24",
         "data.batch=2",
         "train.steps=5",
+        "train.accumulate=1",
         "train.lr=1e-3",
         "train.sample=4",
     ]

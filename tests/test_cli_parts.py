@@ -209,3 +209,37 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert abs(later[-1] - 0.1) < 1e-12
     assert factor(1000) == later[-1]
     assert schedule(load(None, ["train.steps=3", "train.warmup=0"]))(0) == 1.0
+
+
+def test_placement_of_the_demo(tmp_path: Path) -> None:
+    """Budgets are shares of the model, everything is told, and a drive that is too small is refused."""
+    import dataclasses
+    import errno
+
+    import tierzero as tz
+    from tierzero.cli.placement import check_disk, choose_tiers, print_placement, rows
+    from tierzero.cli.task import DecoderTask
+
+    config = load(None, [f"train.out={tmp_path}"])
+    task = DecoderTask(config)
+    model = task.build()
+    tiers = choose_tiers(config, model)
+    plan = tz.plan(model, tiers)
+    assert plan.params >= 100_000_000
+    assert plan.device_needed <= plan.device_budget <= plan.param_bytes / 6
+    assert plan.host_needed <= plan.host_budget <= plan.state_bytes / 4
+    names = [row[0] for row in rows(config, plan)]
+    assert names[:3] == ["parameters", "gradients", "optimizer states"]
+    console = Console(file=io.StringIO(), width=100)
+    print_placement(console, config, task, plan)
+    assert "103,055,872 parameters" in console.file.getvalue()  # type: ignore[attr-defined]
+    check_disk(config, plan)
+    with pytest.raises(OSError, match=r"needs 1024\.00 TiB and the drive has") as raised:
+        check_disk(config, dataclasses.replace(plan, nvme_bytes=1 << 50))
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_what_a_model_makes_up_does_not_steer_the_terminal() -> None:
+    from tierzero.cli.summary import printable
+
+    assert printable("def f():\n\tré\x1b[2J\x07") == "def f():\n\tré�[2J�"

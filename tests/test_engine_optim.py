@@ -24,11 +24,14 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
 
 @contextmanager
-def pair(tmp_path: Path, factory: Any = Net, placement: str = "nvme", dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[tuple[Plain, Tiered]]:
+def pair(
+    tmp_path: Path, factory: Any = Net, placement: str = "nvme", dtype: torch.dtype = torch.float32, **options: Any
+) -> Iterator[tuple[Plain, Tiered]]:
     """A model under the plain loop and the same one offloaded; compared at the end."""
     plain = Plain(make(factory, dtype), options.get("groups"), **options.get("hyper", {}))
     model = make(factory, dtype)
-    with tiered(model, tiers_for(model, placement, tmp_path), groups=options.get("groups"), **options.get("hyper", {})) as run:
+    tiers = tiers_for(model, placement, tmp_path, spare=options.get("spare", 0))
+    with tiered(model, tiers, groups=options.get("groups"), **options.get("hyper", {})) as run:
         yield plain, run
         assert_same(run, plain)
 
@@ -140,7 +143,13 @@ def test_no_scheduler_is_left_out() -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers(name: str, tmp_path: Path) -> None:
     """Every torch scheduler drives the optimizer as it drives torch's own, without a warning (F14)."""
-    with pair(tmp_path, groups=lambda model: [{"params": list(model.parameters())[:4]}, {"params": list(model.parameters())[4:], "lr": 3e-3}]) as (plain, run):
+    with pair(
+        tmp_path,
+        groups=lambda model: [
+            {"params": list(model.parameters())[:4]},
+            {"params": list(model.parameters())[4:], "lr": 3e-3},
+        ],
+    ) as (plain, run):
         schedulers = [every_scheduler(each.optimizer)[name]() for each in (plain, run)]
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
@@ -182,7 +191,10 @@ def test_clip_again_and_accumulate_after_a_step(tmp_path: Path) -> None:
             assert all(map(same, *totals))
             plain.step()
             run.step()
-            totals = [torch.nn.utils.clip_grad_norm_(list(plain.model.parameters()), first * 0.1), tz.clip_grad_norm_(run.model.parameters(), first * 0.1)]
+            totals = [
+                torch.nn.utils.clip_grad_norm_(list(plain.model.parameters()), first * 0.1),
+                tz.clip_grad_norm_(run.model.parameters(), first * 0.1),
+            ]
             assert same(*totals)
             backward_both(plain, run, ids)  # accumulates into what was clipped
             plain.step()
@@ -199,7 +211,13 @@ def test_what_is_clipped(which: str, tmp_path: Path) -> None:
         totals = []
         for each, clip in ((plain, torch.nn.utils.clip_grad_norm_), (run, tz.clip_grad_norm_)):
             params = list(each.model.parameters())
-            chosen = {"a list": params, "one tensor": params[3], "a generator": iter(params), "nothing": [], "part of the model": params[2:7]}[which]
+            chosen = {
+                "a list": params,
+                "one tensor": params[3],
+                "a generator": iter(params),
+                "nothing": [],
+                "part of the model": params[2:7],
+            }[which]
             totals.append(clip(chosen, 0.01))
         assert same(*totals)
         plain.step()
@@ -303,7 +321,9 @@ def test_gradients_edited_and_assigned(tmp_path: Path) -> None:
         "through data": lambda p: p.grad.data.add_(0.25),
         "through numpy": lambda p: p.grad.numpy().__imul__(2.0) if p.dtype == torch.float32 else p.grad.mul_(2.0),
         "assigned": lambda p: setattr(p, "grad", torch.full_like(p.grad, 0.125).contiguous()),
-        "assigned transposed": lambda p: setattr(p, "grad", (p.grad.t() * 2).contiguous().t() if p.dim() == 2 else p.grad * 2),
+        "assigned transposed": lambda p: setattr(
+            p, "grad", (p.grad.t() * 2).contiguous().t() if p.dim() == 2 else p.grad * 2
+        ),
         "swapped in": lambda p: setattr(p, "grad", p.grad.clone()),
         "removed": lambda p: setattr(p, "grad", None),
         "noise by slices": lambda p: p.grad.view(-1)[::2].sub_(0.5),
@@ -350,7 +370,13 @@ def test_gradients_stay_readable(tmp_path: Path) -> None:
         for mine, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
             assert isinstance(mine.grad, torch.Tensor)
             assert mine.grad.device == theirs.grad.device
-            for view in (lambda g: g.clone(), lambda g: g * 2 + 1, lambda g: g.norm(), lambda g: torch.stack([g, g]), copy.deepcopy):
+            for view in (
+                lambda g: g.clone(),
+                lambda g: g * 2 + 1,
+                lambda g: g.norm(),
+                lambda g: torch.stack([g, g]),
+                copy.deepcopy,
+            ):
                 assert same(view(mine.grad), view(theirs.grad))
             buffer = io.BytesIO()
             torch.save(mine.grad, buffer)
@@ -369,8 +395,14 @@ def test_parameter_hooks(accumulate: int, tmp_path: Path) -> None:
         handles = []
         for label, each in (("plain", plain), ("run", run)):
             for name, param in list(each.model.named_parameters())[::2]:
-                handles.append(param.register_hook(lambda grad, label=label, name=name: (calls[label].append(name), grad * 0.5)[1]))
-                handles.append(param.register_post_accumulate_grad_hook(lambda p, label=label, name=name: (calls[label].append(f"after {name}"), p.grad.mul_(2.0))[0]))
+                handles.append(
+                    param.register_hook(lambda grad, label=label, name=name: (calls[label].append(name), grad * 0.5)[1])
+                )
+                handles.append(
+                    param.register_post_accumulate_grad_hook(
+                        lambda p, label=label, name=name: (calls[label].append(f"after {name}"), p.grad.mul_(2.0))[0]
+                    )
+                )
         train_both([("", run)], plain, 3, accumulate=accumulate)
         assert calls["plain"] == calls["run"]
         assert calls["run"]
@@ -399,7 +431,9 @@ def test_add_param_group(tmp_path: Path) -> None:
             run.model.zero_grad()  # of the parameters that no group has yet
         for each in (plain, run):
             params = list(each.model.head.parameters()) + list(each.model.layers[2].parameters())
-            each.optimizer.add_param_group({"params": [plain.masters[p] for p in params] if each is plain else params, "lr": 5e-3})
+            each.optimizer.add_param_group(
+                {"params": [plain.masters[p] for p in params] if each is plain else params, "lr": 5e-3}
+            )
         for ids in batches(3, seed=3):
             step_both(plain, run, ids)
         with pytest.raises(ValueError, match="more than one parameter group"):

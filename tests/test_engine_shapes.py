@@ -186,7 +186,9 @@ def test_inputs_that_require_gradients(placement: str, tmp_path: Path) -> None:
     """The gradient of a leaf input is the plain one, and no hook stays on it."""
     plain = Plain(make(Net))
     model = copy.deepcopy(plain.model)
-    mine, theirs = (torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(3)).requires_grad_() for _ in range(2))
+    mine, theirs = (
+        torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(3)).requires_grad_() for _ in range(2)
+    )
     with tiered(model, tiers_for(model, placement, tmp_path)) as run:
         for _ in range(4):
             for each, x in ((plain, theirs), (run, mine)):
@@ -241,7 +243,12 @@ class ViewsOfWeights(Net):
 
 def test_weights_handed_out(tmp_path: Path) -> None:
     """A module that returns its weight, or a view of it, stays right after the weight has left."""
-    check(ViewsOfWeights, tmp_path, accumulate=2, units=lambda model: [*model.layers, model.positions, model.table, model.embed, model.head])
+    check(
+        ViewsOfWeights,
+        tmp_path,
+        accumulate=2,
+        units=lambda model: [*model.layers, model.positions, model.table, model.embed, model.head],
+    )
 
 
 class Listed(nn.Module):
@@ -316,7 +323,9 @@ class OldWeightNorm(Net):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("factory", [Listed, Attention, Encoder, Parametrized, OldWeightNorm], ids=lambda factory: factory.__name__)
+@pytest.mark.parametrize(
+    "factory", [Listed, Attention, Encoder, Parametrized, OldWeightNorm], ids=lambda factory: factory.__name__
+)
 def test_containers_and_parametrizations(factory: Any, tmp_path: Path) -> None:
     """ParameterList, MultiheadAttention, TransformerEncoder, weight_norm, parametrizations, GRU (M2)."""
     dtypes = [torch.float32] if factory in (Parametrized, OldWeightNorm) else [torch.float32, torch.bfloat16]

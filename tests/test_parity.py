@@ -1,4 +1,6 @@
-"""Twenty steps equal to the plain loop bit by bit, for every shape, placement, accumulation and clipping, in float32 and bfloat16."""
+"""Twenty steps equal to the plain loop bit by bit, for every shape, placement, accumulation and clipping, in float32
+and bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parity(shape: str, dtype: torch.dtype, accumulate: int, clip: str, tmp_path: Path) -> None:
-    """Losses and clip norms of every step, and all parameters, masters and moments (C1, C2, C3, C13, M12, M15, M20, M23)."""
+    """Losses and clip norms of every step, and all parameters, masters and moments (C1, C2, C3, C13, M12, M15, M20,
+    M23).
+    """
     model = make(SHAPES[shape], dtype)
     with ExitStack() as stack:
         runs = []
@@ -52,7 +56,9 @@ def test_placements_are_what_they_say(shape: str, dtype: torch.dtype, tmp_path: 
     """Host uses no drive, NVMe caches nothing in host memory, mixed has records in both."""
     model = make(SHAPES[shape], dtype)
     plans = {placement: tz.plan(model, tiers_for(model, placement, tmp_path)) for placement in PLACEMENTS}
-    records = {name: (plan.param_host + plan.state_host, plan.param_nvme + plan.state_nvme) for name, plan in plans.items()}
+    records = {
+        name: (plan.param_host + plan.state_host, plan.param_nvme + plan.state_nvme) for name, plan in plans.items()
+    }
     assert records["host"][0] > 0
     assert records["host"][1] == 0
     assert records["nvme"][0] == 0

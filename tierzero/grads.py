@@ -1,10 +1,10 @@
 """HostGrad: a published gradient in host memory, which waits for the engine before anybody reads or edits it.
 
-Note [gradients belong to the step until it is done]
-`step()` only queues the update, and the update reads the gradient later. Code that edits `.grad` in between (`model.zero_grad(set_to_none=False)`,
-say) would change a step that has already been taken. So a published gradient is a view of the unit's gradient buffer whose every operation
-first settles the unit: copies into it have landed and no queued update still needs it. One that writes also has a clip before it applied,
-which otherwise waits for the step.
+Note [gradients belong to the step until it is done] `step()` only queues the update, and the update reads the gradient
+later. Code that edits `.grad` in between (`model.zero_grad(set_to_none=False)`, say) would change a step that has
+already been taken. So a published gradient is a view of the unit's gradient buffer whose every operation first settles
+the unit: copies into it have landed and no queued update still needs it. One that writes also has a clip before it
+applied, which otherwise waits for the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 
 
 class HostGrad(torch.Tensor):
-    """A plain strided CPU tensor over a unit's gradient buffer; see Note [gradients belong to the step until it is done]."""
+    """A plain strided CPU tensor over a unit's gradient buffer; see Note [gradients belong to the step until it is
+    done].
+    """
 
     use: Callable[[bool], None]
 
@@ -33,7 +35,7 @@ class HostGrad(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self.use(False)
         return repr(self.plain)
 

@@ -1,30 +1,35 @@
-"""When things move: module and autograd events become pager.acquire / release. With saved.py, all that knows autograd's internals.
+"""When things move: module and autograd events become pager.acquire / release. With saved.py, all that knows autograd's
+internals.
 
-Note [forward]
-A unit module's forward pre-hook acquires its unit and registers the live parameters; its forward hook (`always_call`, so an exception runs it too)
-registers the rest parameters and releases. In between, the saved-tensor hooks of saved.py stand in for the unit's weights. What leaves the unit
-as a view of its storage (a module that returns rows of its own table) leaves as a copy: the bytes behind the view may go at any moment.
+Note [forward] A unit module's forward pre-hook acquires its unit and registers the live parameters; its forward hook
+(`always_call`, so an exception runs it too) registers the rest parameters and releases. In between, the saved-tensor
+hooks of saved.py stand in for the unit's weights. What leaves the unit as a view of its storage (a module that returns
+rows of its own table) leaves as a copy: the bytes behind the view may go at any moment.
 
-Note [backward]
-A hook on each output that requires a gradient makes the unit resident before its backward begins. A post-accumulate hook on each live parameter takes the
-gradient to the host at once, in autograd's own order, so that sums round as in the plain loop. Hooks on the inputs tell that the backward is over. No node is
-added to the graph: an identity function on the inputs would change the order in which their gradients are summed (and refuse in-place operations on
-them). All of these only say when bytes may leave; that they are there is the unpack hook's business. The live parameters are registered meanwhile: what
-a checkpoint inside the unit recomputes may use them without calling the unit's module.
+Note [backward] A hook on each output that requires a gradient makes the unit resident before its backward begins. A
+post-accumulate hook on each live parameter takes the gradient to the host at once, in autograd's own order, so that
+sums round as in the plain loop. Hooks on the inputs tell that the backward is over. No node is added to the graph: an
+identity function on the inputs would change the order in which their gradients are summed (and refuse in-place
+operations on them). All of these only say when bytes may leave; that they are there is the unpack hook's business. The
+live parameters are registered meanwhile: what a checkpoint inside the unit recomputes may use them without calling the
+unit's module.
 
-Note [recomputation]
-A forward that runs inside a backward (activation checkpointing) is not a use of its own: the backward's use has been counted already.
+Note [recomputation] A forward that runs inside a backward (activation checkpointing) is not a use of its own: the
+backward's use has been counted already.
 
-Note [cut short]
-KeyboardInterrupt passes forward hooks by, so frames may be left behind. The next forward of the root takes them for stale, unless the root is
-already running further up the Python stack (a model that calls itself, `generate`).
+Note [cut short] KeyboardInterrupt passes forward hooks by, so frames may be left behind. The next forward of the root
+takes them for stale, unless the root is already running further up the Python stack (a model that calls itself,
+`generate`).
 
 Private torch names used here, and why:
 - torch._C._current_graph_task_id: the only way to know that a forward runs inside a backward.
-- Variable._execution_engine.queue_callback: the only way to run code at the end of a backward, for units whose input hooks never fire.
+- Variable._execution_engine.queue_callback: the only way to run code at the end of a backward, for units whose input
+hooks never fire.
 - nn.Module._call_impl: its code object, to see whether the root is running further up the stack.
-- RemovableHandle.hooks_dict_ref: to run the "backward is over" hook of a tensor before the "backward begins" hook of the unit that made it.
-- Parameter._backward_hooks, _post_accumulate_grad_hooks: hooks users put on a parameter at rest must run with its gradient.
+- RemovableHandle.hooks_dict_ref: to run the "backward is over" hook of a tensor before the "backward begins" hook of
+the unit that made it.
+- Parameter._backward_hooks, _post_accumulate_grad_hooks: hooks users put on a parameter at rest must run with its
+gradient.
 """
 
 from __future__ import annotations
@@ -51,11 +56,12 @@ from tierzero.unit import Unit
 class _Frame:
     """One running forward of a unit's module."""
 
-    __slots__ = ("acquired", "net", "train", "unit")
+    __slots__ = ("acquired", "net", "task", "train", "unit")
 
     def __init__(self, unit: Unit, train: bool) -> None:
         self.unit = unit
         self.train = train
+        self.task = torch._C._current_graph_task_id()  # the backward that recomputes it, or -1
         self.acquired = False
         self.net: AbstractContextManager[object] | None = None
 
@@ -121,7 +127,7 @@ class Hooks:
         for unit in self.by_storage.values():
             unit.let_go()
 
-    # -- forward ---------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def _pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inside = _in_backward()
@@ -130,6 +136,8 @@ class Hooks:
         outer = self.root_train
         if outer is None:
             outer = self.frames[0].train if self.frames else torch.is_grad_enabled()
+        if inside:
+            self._note_task()
         frame = _Frame(unit, outer)
         self.frames.append(frame)  # whatever fails from here on, _post_forward finds its frame
         unit.check_given()
@@ -206,7 +214,7 @@ class Hooks:
         self.graph_tasks.clear()
         self._end_backwards()
 
-    # -- backward --------------------------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------------------
 
     def fault(self, unit: Unit) -> None:
         """A node is about to use a weight of `unit`."""
@@ -222,11 +230,15 @@ class Hooks:
             self._backward_begins(unit)
 
     def _backward_begins(self, unit: Unit) -> None:
+        self._note_task()
+        self.pager.begin_backward(unit, record=True)
+
+    def _note_task(self) -> None:
+        """See to it that the end of this backward is noticed."""
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self.graph_tasks:
             self.graph_tasks.add(task)
-            Variable._execution_engine.queue_callback(_BackwardEnd(self, task))  # type: ignore[attr-defined]
-        self.pager.begin_backward(unit, record=True)
+            Variable._execution_engine.queue_callback(_BackwardEnd(self, task))
 
     def _watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -252,6 +264,10 @@ class Hooks:
         """The backward with this graph task id is over, or was cut short."""
         if task in self.graph_tasks:
             self.graph_tasks.discard(task)
+            for frame in [frame for frame in self.frames if frame.task == task]:
+                self.frames.remove(frame)
+                frame.net = None  # autograd drops the saved-tensor hooks of a backward itself
+                self._leave(frame)
             if not self.graph_tasks:
                 self._end_backwards()
 
@@ -262,7 +278,7 @@ class Hooks:
         self.pager.end_all_backward()
 
     def take_grad(self, unit: Unit, index: int) -> None:
-        """A gradient has been accumulated into a live parameter: move it to the rest parameter's place in host memory."""
+        """A gradient has been accumulated into a live parameter: move it to the rest parameter's place on the host."""
         live, rest = unit.live[index], unit.rest[index]
         grad = live.grad
         if grad is None:
@@ -270,7 +286,8 @@ class Hooks:
         live.grad = None
         if grad.is_sparse:
             raise TierzeroError(
-                f"parameter {unit.names[index]} got a sparse gradient; build its embedding with sparse=False, AdamW needs dense ones"
+                f"parameter {unit.names[index]} got a sparse gradient; build its embedding with sparse=False, AdamW "
+                "needs dense ones"
             )
         for hook in (rest._backward_hooks or {}).values():
             changed = hook(grad)
@@ -307,7 +324,8 @@ def _arrived(hooks: weakref.ref[Hooks], uid: int, index: int, live: torch.Tensor
 def _refuse_double(unit: Unit) -> None:
     if torch.is_grad_enabled():
         raise TierzeroError(
-            f"backward through unit {unit.name} with create_graph=True (double backward) is not supported on an offloaded model: "
+            f"backward through unit {unit.name} with create_graph=True (double backward) is not supported on an "
+            "offloaded model: "
             "compute that gradient on a model that was not passed to offload(), or without create_graph"
         )
 

@@ -1,10 +1,9 @@
 """Paged: the tensor at rest, with metadata in memory and bytes in a tier.
 
-Note [what a tensor at rest can do]
-`.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`, `to`, `float`, `cpu`, pickling, `copy_` from it) reads the
-bytes; `copy_` into it writes them. These are the operations that `state_dict`, `load_state_dict`, `torch.save` and
-`torch.distributed.checkpoint` use. Every other operation raises PagedOutError naming the tensor: a silent stand-in would broadcast
-into wrong results.
+Note [what a tensor at rest can do] `.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`,
+`to`, `float`, `cpu`, pickling, `copy_` from it) reads the bytes; `copy_` into it writes them. These are the operations
+that `state_dict`, `load_state_dict`, `torch.save` and `torch.distributed.checkpoint` use. Every other operation raises
+PagedOutError naming the tensor: a silent stand-in would broadcast into wrong results.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ aten = torch.ops.aten
 class Source(Protocol):
     """What a Paged tensor reads from and writes to."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        ...
 
     def read(self) -> torch.Tensor:
         """The bytes as a new plain CPU tensor."""
@@ -40,14 +42,15 @@ class Paged(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: Source, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Paged:
-        paged: Paged = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        size, device = torch.Size(shape), torch.device("cpu")
+        paged: Paged = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         paged.source = source
         return paged
 
     def __init__(self, source: Source, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Paged({self.source.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -66,9 +69,11 @@ class Paged(torch.Tensor):
         """The value as a new plain CPU tensor."""
         return self.source.read()
 
-    @property  # type: ignore[misc]
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        """As torch's, still paged. Assigning a tensor of the same shape and dtype writes its values; others are refused."""
+    @property
+    def data(self) -> torch.Tensor:
+        """As torch's, still paged. Assigning a tensor of the same shape and dtype writes its values; others are
+        refused.
+        """
         return self.detach()
 
     @data.setter
@@ -77,7 +82,8 @@ class Paged(torch.Tensor):
             return
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise PagedOutError(
-                f"{self.source.name} is {self.dtype} {tuple(self.shape)} in the tiers and cannot become {value.dtype} {tuple(value.shape)} on {value.device}: "
+                f"{self.source.name} is {self.dtype} {tuple(self.shape)} in the tiers and cannot become {value.dtype} "
+                f"{tuple(value.shape)} on {value.device}: "
                 "cast, move and resize models before offload()"
             )
         self.source.write(value.detach())
@@ -90,7 +96,7 @@ class Paged(torch.Tensor):
         raise _paged_out("__dlpack__", [self])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -113,11 +119,15 @@ class Paged(torch.Tensor):
 def _paged_out(what: str, tensors: list[Paged]) -> PagedOutError:
     names = sorted({value.source.name for value in tensors})
     if any(getattr(value.source, "closed", False) for value in tensors):
-        return PagedOutError(f"{what} needs the values of {', '.join(names)}, whose engine was closed by tierzero.close(); build the model anew")
+        return PagedOutError(
+            f"{what} needs the values of {', '.join(names)}, whose engine was closed by tierzero.close(); "
+            "build the model anew"
+        )
     return PagedOutError(
         f"{what} needs the values of {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} paged out: "
         "parameters are resident only while the module that owns them runs forward or backward. "
-        "Wrap the code in `with tierzero.unsharded(module):` (write=True to change values), or register the method that uses it with "
+        "Wrap the code in `with tierzero.unsharded(module):` (write=True to change values), or register the method "
+        "that uses it with "
         "tierzero.register_forward_method(module, name)"
     )
 

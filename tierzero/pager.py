@@ -1,14 +1,14 @@
 """What moves: drives units through their states within the device budget, on demand and ahead of it.
 
-Note [threads]
-`acquire` and `release` are called by whoever runs forward or backward (on CUDA, autograd's own thread); fetches run as coroutines on the loop thread. The lock
-guards every unit's pager fields. The loop thread evicts only units that nothing uses; a unit whose backward may still be going on is evicted only by
-an `acquire` (a hook boundary, where no kernel holds its bytes), never by a prefetch.
+Note [threads] `acquire` and `release` are called by whoever runs forward or backward (on CUDA, autograd's own thread);
+fetches run as coroutines on the loop thread. The lock guards every unit's pager fields. The loop thread evicts only
+units that nothing uses; a unit whose backward may still be going on is evicted only by an `acquire` (a hook boundary,
+where no kernel holds its bytes), never by a prefetch.
 
-Note [demand]
-A prefetch never takes room that a demand could not get back: what it fetched is evictable as soon as it has arrived. So a demand first evicts
-idle units (furthest next use first), then waits for prefetches on their way, then evicts units in backward, oldest first (saved weights come
-back through the unpack hook), and only then gives up with a BudgetError.
+Note [demand] A prefetch never takes room that a demand could not get back: what it fetched is evictable as soon as it
+has arrived. So a demand first evicts idle units (furthest next use first), then waits for prefetches on their way, then
+evicts units in backward, oldest first (saved weights come back through the unpack hook), and only then gives up with a
+BudgetError.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from tierzero.errors import BudgetError, TierzeroError
 from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
+from tierzero.partition import enclosing
 from tierzero.schedule import Trace, choose_victims, prefetch_order
 from tierzero.sizes import format_size
 from tierzero.transfer import Transfer
@@ -56,14 +57,16 @@ class Pager:
         self.trace.begin_step()
         self._resident: dict[int, Unit] = {}  # has bytes: FETCHING or READY
         self._backward: dict[int, Unit] = {}  # in backward, the most recently used last
-        self._around = _around(units)
+        self._around = enclosing([unit.module for unit in units])
         self._kicked = False
         self._closed = False
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
     def acquire(self, unit: Unit, *, train: bool = True, record: bool = True) -> None:
-        """Return with `unit` resident and pinned; `release` unpins. Raises what its fetch or its update raised, or BudgetError."""
+        """Return with `unit` resident and pinned; `release` unpins. Raises what its fetch or its update raised, or
+        BudgetError.
+        """
         with self.lock:
             self._check_open(unit)
             if record:
@@ -85,11 +88,14 @@ class Pager:
     def _check_open(self, unit: Unit) -> None:
         if self._closed:
             raise TierzeroError(
-                f"the engine that holds the parameters of unit {unit.name} was closed by tierzero.close(); build the model anew and offload() that"
+                f"the engine that holds the parameters of unit {unit.name} was closed by tierzero.close(); build the "
+                "model anew and offload() that"
             )
 
     def release(self, unit: Unit, *, register_rest: bool = False) -> None:
-        """Unpin; the unit stays resident until its bytes are wanted. With `register_rest`, its rest parameters come back with the last pin."""
+        """Unpin; the unit stays resident until its bytes are wanted. With `register_rest`, its rest parameters come
+        back with the last pin.
+        """
         with self.lock:
             unit.pins -= 1
             if register_rest and not unit.pins and not unit.in_backward:
@@ -127,7 +133,7 @@ class Pager:
             for unit in list(self._backward.values()):
                 self.end_backward(unit)
 
-    # -- steps and changes at rest ----------------------------------------------------------------------------------------
+    # -- steps and changes at rest -------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """The optimizer stepped: the trace of this step is complete, unused prefetches are dropped as waste."""
@@ -142,14 +148,12 @@ class Pager:
                     self.metrics.add("prefetch_wasted")
                     self._evict(unit)
 
-    def check_idle(self, units: Iterable[Unit]) -> None:
-        """TierzeroError if one of `units` is in use by a forward or an `unsharded` block, and may not be stepped."""
+    def check_idle(self, units: Iterable[Unit], advice: str) -> None:
+        """TierzeroError if one of `units` is in use by a forward or an `unsharded` block."""
         with self.lock:
             for unit in units:
                 if unit.pins:
-                    raise TierzeroError(
-                        f"unit {unit.name} is running forward or unsharded; call optimizer.step() after backward, outside the model and `unsharded`"
-                    )
+                    raise TierzeroError(f"unit {unit.name} is running forward or unsharded; {advice}")
 
     def queue(self, jobs: list[Update]) -> None:
         """Queue updates in order of next use; the device copies of their units are stale from here on."""
@@ -164,12 +168,6 @@ class Pager:
     def at_rest(self, unit: Unit, work: Coroutine[Any, Any, T], changes: bool = False) -> T:
         """Run `work` on the bytes at rest of `unit`, after its queued update; `changes` makes the device copy stale."""
 
-        try:
-            self._check_open(unit)
-        except BaseException:
-            work.close()
-            raise
-
         async def run() -> T:
             try:
                 await self.updates.settled(unit)
@@ -178,19 +176,18 @@ class Pager:
                 raise
             return await work
 
-        if changes:
-            with self.lock:
-                if unit.pins:
-                    work.close()
-                    raise TierzeroError(
-                        f"{unit.name} is in use by a running forward or `unsharded` block; change its parameters there (write=True), or after it"
-                    )
+        try:
+            self._check_open(unit)
+            if changes:
+                self.check_idle([unit], "change its parameters there (write=True), or after it")
+        except BaseException:
+            work.close()
+            raise
         try:
             return self.loop.run(run())
         finally:
             if changes:
-                with self.lock:
-                    self._stale(unit)
+                self.mark_stale(unit)
 
     def mark_stale(self, unit: Unit) -> None:
         """The device copy no longer equals the bytes at rest."""
@@ -222,7 +219,7 @@ class Pager:
                 if unit.residency is State.READY:
                     self._evict(unit)
 
-    # -- moving ---------------------------------------------------------------------------------------------------------
+    # -- moving --------------------------------------------------------------------------------------------------------
 
     def _demand(self, unit: Unit) -> None:
         """Fetch a pinned unit and wait for it."""
@@ -248,19 +245,24 @@ class Pager:
                 if waiting is None:
                     arrival.result()
 
+    def _residents(self) -> tuple[dict[int, int], set[int]]:
+        """(the bytes of each resident unit, those that must stay)."""
+        units = self._resident.values()
+        keep = {unit.uid for unit in units if unit.pins or unit.in_backward or unit.residency is not State.READY}
+        return {unit.uid: unit.layout.flat_bytes for unit in units}, keep
+
     def _make_room(self, unit: Unit) -> bool:
-        sizes = {uid: u.layout.flat_bytes for uid, u in self._resident.items()}
-        free = self.budget - sum(sizes.values())
-        if unit.layout.flat_bytes <= free:
-            return True
-        keep = {u.uid for u in self._resident.values() if u.pins or u.in_backward or u.residency is not State.READY}
-        victims = choose_victims(sizes, unit.layout.flat_bytes - free, self.trace.next_use, keep)
+        sizes, keep = self._residents()
+        need = unit.layout.flat_bytes - (self.budget - sum(sizes.values()))
+        victims = choose_victims(sizes, need, self.trace.next_use, keep)
         for uid in victims or ():
-            self._evict(self._resident[uid])  # type: ignore[index]
+            self._evict(self._resident[uid])
         return victims is not None
 
     def _force(self, unit: Unit) -> bool:
-        """Evict the unit whose backward began first, one around `unit` last: what is recomputed there may use it; whether there was one."""
+        """Evict the unit whose backward began first; whether there was one. Units around `unit` go last: what is
+        recomputed there may use them.
+        """
         around = self._around[unit.uid]
         for other in sorted(self._backward.values(), key=lambda other: other.uid in around):
             if other is not unit and other.residency is State.READY and not other.pins:
@@ -273,10 +275,12 @@ class Pager:
     def _too_small(self, unit: Unit) -> BudgetError:
         pinned = [u for u in self._resident.values() if u.pins]
         need = sum(u.layout.flat_bytes for u in pinned if u is not unit) + unit.layout.flat_bytes
-        names = ", ".join(u.name for u in pinned) or "nothing"
+        need += self.metrics.device_budget - self.budget
+        names = ", ".join(u.name for u in pinned if u is not unit) or "nothing"
         return BudgetError(
-            f"unit {unit.name} ({format_size(unit.layout.flat_bytes)}) does not fit the device budget of {format_size(self.budget)} for parameters while "
-            f"{names} must stay; a device budget of at least {format_size(need + self.metrics.device_budget - self.budget)} ({need + self.metrics.device_budget - self.budget} bytes) works here"
+            f"unit {unit.name} ({format_size(unit.layout.flat_bytes)}) does not fit the device budget of "
+            f"{format_size(self.budget)} for parameters while {names} must stay; "
+            f"a device budget of at least {format_size(need)} ({need} bytes) works here"
         )
 
     def _start(self, unit: Unit) -> None:
@@ -334,39 +338,18 @@ class Pager:
             self._kicked = False
             if self._closed:
                 return
-            sizes = {uid: unit.layout.flat_bytes for uid, unit in self._resident.items()}
-            keep = {
-                uid
-                for uid, unit in self._resident.items()
-                if unit.pins or unit.in_backward or unit.residency is not State.READY
-            }
-            fetches = prefetch_order(
-                self.trace.upcoming(),
-                sizes,
-                lambda uid: self.units[uid].layout.flat_bytes,  # type: ignore[index]
-                self.budget,
-                self.trace.next_use,
-                keep=keep,
-                depth=self.depth,
-            )
-            for fetch in fetches:
+            sizes, keep = self._residents()
+            size_of = lambda uid: self.units[uid].layout.flat_bytes
+            upcoming, next_use = self.trace.upcoming(), self.trace.next_use
+            for fetch in prefetch_order(upcoming, sizes, size_of, self.budget, next_use, keep=keep, depth=self.depth):
                 for uid in fetch.victims:
-                    self._evict(self._resident[uid])  # type: ignore[index]
-                unit = self.units[fetch.uid]  # type: ignore[index]
+                    self._evict(self._resident[uid])
+                unit = self.units[fetch.uid]
                 unit.prefetched = True
                 self.metrics.add("prefetched")
                 self._start(unit)
                 assert unit.arrival is not None
                 unit.arrival.add_done_callback(_seen)
-
-
-def _around(units: list[Unit]) -> list[set[int]]:
-    """For each unit, the others whose modules contain its module."""
-    containing: dict[int, set[int]] = {}
-    for unit in units:
-        for module in unit.module.modules():
-            containing.setdefault(id(module), set()).add(unit.uid)
-    return [containing[id(unit.module)] - {unit.uid} for unit in units]
 
 
 def _seen(future: concurrent.futures.Future[None]) -> None:

@@ -1,22 +1,21 @@
 """Which modules are units, and which unit each parameter belongs to.
 
-Note [unit choice]
-By default every element of the model's outermost ModuleList and Sequential stacks is a unit; a large leaf module outside them (an embedding, an output head) is its own
-unit; the root takes what is left. An element that holds a third of the model or more and contains stacks itself (an encoder in a Sequential, say) is
-split further. A parameter belongs to the innermost unit whose module contains *all* its uses, so shared parameters are hoisted, never an error.
+Note [unit choice] By default every element of the model's outermost ModuleList and Sequential stacks is a unit; a large
+leaf module outside them (an embedding, an output head) is its own unit; the root takes what is left. An element that
+holds a third of the model or more and contains stacks itself (an encoder in a Sequential, say) is split further. A
+parameter belongs to the innermost unit whose module contains *all* its uses, so shared parameters are hoisted, never an
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 LARGE_SHARE = 1 / 3  # of the model's bytes: split an element further
 LEAF_SHARE = 1 / 64  # of the model's bytes: a leaf outside the stacks is worth a unit of its own
-
-_NEVER_CALLED = (nn.ParameterList, nn.ParameterDict)  # their parameters are used by whoever holds them
 
 Units = Iterable[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
@@ -35,7 +34,8 @@ class Part:
 def partition(root: nn.Module, units: Units | None = None) -> list[Part]:
     """The units of `root` in module order, the root's own first; units without parameters are left out.
 
-    `units` overrides the choice: modules, module classes, or a function of (name, module). Raises ValueError if it names nothing.
+    `units` overrides the choice: modules, module classes, or a function of (name, module). Raises ValueError if it
+    names nothing.
     """
     chosen = _default(root) if units is None else _given(root, units)
     names: dict[int, str] = {}
@@ -64,28 +64,37 @@ def partition(root: nn.Module, units: Units | None = None) -> list[Part]:
         part.params.append(param)
         part.names.append(name)
         part.slots.append(uses[pid])
-    return [part for part in parts.values() if part.params]
+    chosen_parts = [part for part in parts.values() if part.params]
+    for part in chosen_parts:
+        if part.module is not root and not _is_called(part.module):
+            raise ValueError(
+                f"units= chooses {part.name}, a {type(part.module).__name__}: it has no forward and is never called, "
+                "so its parameters would never be fetched; choose the modules around or inside it"
+            )
+    return chosen_parts
 
 
 def _given(root: nn.Module, units: Units) -> set[int]:
+    found: list[nn.Module]
     if isinstance(units, type) or (isinstance(units, tuple) and all(isinstance(kind, type) for kind in units)):
-        found = {id(module) for module in root.modules() if isinstance(module, units)}  # type: ignore[arg-type]
+        found = [module for module in root.modules() if isinstance(module, units)]
     elif callable(units) and not isinstance(units, nn.Module):
-        found = {id(module) for name, module in root.named_modules() if units(name, module)}
+        found = [module for name, module in root.named_modules() if units(name, module)]
     else:
         inside = {id(module) for module in root.modules()}
-        found = set()
-        for module in units:  # type: ignore[union-attr]
+        found = list(units)  # type: ignore[arg-type]
+        for module in found:
             if not isinstance(module, nn.Module) or id(module) not in inside:
                 raise ValueError(
-                    f"units= holds {type(module).__name__}, which is not a module of the model; pass modules found in model.modules()"
+                    f"units= holds {type(module).__name__}, which is not a module of the model; "
+                    "pass modules found in model.modules()"
                 )
-            found.add(id(module))
     if not found:
         raise ValueError(
-            f"units={units!r} chooses no module of {type(root).__name__}; leave it out, or pass modules, classes or a function of (name, module)"
+            f"units={units!r} chooses no module of {type(root).__name__}; "
+            "leave it out, or pass modules, classes or a function of (name, module)"
         )
-    return found
+    return {id(module) for module in found}
 
 
 def _default(root: nn.Module) -> set[int]:
@@ -96,14 +105,16 @@ def _default(root: nn.Module) -> set[int]:
 
 
 def _visit(module: nn.Module, total: int, chosen: set[int]) -> None:
-    """Choose units below `module`. torch's attention counts as a leaf: it uses its projection's weight without calling it."""
+    """Choose units below `module`. torch's attention counts as a leaf: it uses its projection's weight without calling
+    it.
+    """
     for child in module.children():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             _element(child, total, chosen)
         elif isinstance(child, nn.ModuleList | nn.Sequential):
             _visit(child, total, chosen)
         elif next(child.children(), None) is None or isinstance(child, nn.MultiheadAttention):
-            if _bytes(child) >= total * LEAF_SHARE and not isinstance(child, _NEVER_CALLED):
+            if _bytes(child) >= total * LEAF_SHARE and _is_called(child):
                 chosen.add(id(child))
         else:
             _visit(child, total, chosen)
@@ -114,12 +125,20 @@ def _element(element: nn.Module, total: int, chosen: set[int]) -> None:
     nbytes = _bytes(element)
     if nbytes == 0:
         return
-    if isinstance(element, nn.ModuleList):  # a list of lists: a list is never called
-        _visit(element, total, chosen)
+    if not _is_called(element):
+        for child in element.children():
+            _element(child, total, chosen)
         return
     if nbytes >= total * LARGE_SHARE and any(_is_stack(inner) for inner in element.modules()):
         _visit(element, total, chosen)
     chosen.add(id(element))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own. Containers (ModuleDict, ParameterList) have none: whoever holds them
+    uses what is inside.
+    """
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -131,3 +150,12 @@ def _is_stack(module: nn.Module) -> bool:
 
 def _bytes(module: nn.Module) -> int:
     return sum(param.numel() * param.element_size() for param in module.parameters())
+
+
+def enclosing(modules: Sequence[nn.Module]) -> list[set[int]]:
+    """For each of `modules`, the positions of the others that contain it."""
+    containing: dict[int, set[int]] = {}
+    for index, module in enumerate(modules):
+        for inner in module.modules():
+            containing.setdefault(id(inner), set()).add(index)
+    return [containing[id(module)] - {index} for index, module in enumerate(modules)]

@@ -1,11 +1,12 @@
 """What autograd saves while a unit runs: its weights by name, everything else as it is. This is the page-fault net.
 
-Note [saved weights]
-A saved weight is kept as "this view of that unit": unpacking it makes the unit resident first, whatever was evicted since. Everything else goes to
-the hooks that were active outside (activation checkpointing's, a user's): pushing our own over them would switch non-reentrant checkpointing off.
-Tensors that nobody else packs are checked for in-place changes here, because autograd leaves that to whoever packs.
+Note [saved weights] A saved weight is kept as "this view of that unit": unpacking it makes the unit resident first,
+whatever was evicted since. Everything else goes to the hooks that were active outside (activation checkpointing's, a
+user's): pushing our own over them would switch non-reentrant checkpointing off. Tensors that nobody else packs are
+checked for in-place changes here, because autograd leaves that to whoever packs.
 
-`torch._C._autograd._top_saved_tensors_default_hooks` is private: the only way to reach the hooks that were active outside.
+`torch._C._autograd._top_saved_tensors_default_hooks` is private: the only way to reach the hooks that were active
+outside.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import nn
 from tierzero.unit import LiveParameter, Unit
 
 _CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at version {now}; "
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
+    "version {now}; "
     "expected version {then} instead"
 )
 _PLAIN = (torch.Tensor, nn.Parameter, LiveParameter)
@@ -38,12 +40,12 @@ class _Weight:
 
 
 class _Kept:
-    """Any other saved tensor; checks, as autograd does for tensors without hooks, that nobody has changed it in place."""
+    """Any other saved tensor; checks, as autograd does for tensors without hooks, that nobody changed it in place."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()  # an output that its own node kept would keep the graph alive for ever
+        self.tensor = tensor.detach()  # an output kept by its own node would keep the graph alive for ever
         self.version = tensor._version if not tensor.is_inference() else -1
 
     def unpack(self) -> torch.Tensor:
@@ -61,8 +63,10 @@ def unit_of(tensor: torch.Tensor, by_storage: Mapping[int, Unit]) -> Unit | None
 
 
 def net(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> AbstractContextManager[object]:
-    """Saved-tensor hooks; see Note [saved weights]. `fault(unit)` must leave the unit resident; it is called when a weight is unpacked."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    """Saved-tensor hooks; see Note [saved weights]. `fault(unit)` must leave the unit resident; it is called when a
+    weight is unpacked.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: torch.Tensor) -> Any:
         unit = unit_of(tensor, by_storage)
@@ -82,6 +86,6 @@ def net(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> Abstra
         if type(packed) is _Kept:
             return packed.unpack()
         assert outer is not None
-        return outer[1](packed)  # type: ignore[no-any-return]
+        return outer[1](packed)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -1,14 +1,14 @@
 """Unit: the parameters that move together: their flat storage, their live and rest forms, and their bytes in the tiers.
 
-Note [one storage, two forms]
-All live parameters of a unit view one resizable storage, built with `Tensor.set_` so that each has its own version counter. Paging in is
-`resize_(nbytes)` and a copy through the flat tensor; paging out is `resize_(0)`. Views that autograd saved share the storage, so they follow. `.data`
-swaps do not work (saved `weight.t()` keeps the old storage), and `.numpy()` must never be called on any of them (it makes the storage
-non-resizable). At rest each (module, name) slot holds a Parameter over Paged instead; every slot is written, so ties stay ties.
+Note [one storage, two forms] All live parameters of a unit view one resizable storage, built with `Tensor.set_` so that
+each has its own version counter. Paging in is `resize_(nbytes)` and a copy through the flat tensor; paging out is
+`resize_(0)`. Views that autograd saved share the storage, so they follow. `.data` swaps do not work (saved `weight.t()`
+keeps the old storage), and `.numpy()` must never be called on any of them (it makes the storage non-resizable). At rest
+each (module, name) slot holds a Parameter over Paged instead; every slot is written, so ties stay ties.
 
-Note [two facts]
-*Registered* (the live parameters stand in the modules) and *resident* (the storage holds bytes) are separate. A unit is registered while a
-forward that uses it runs; it stays resident until the pager wants the bytes for another.
+Note [two facts] *Registered* (the live parameters stand in the modules) and *resident* (the storage holds bytes) are
+separate. A unit is registered while a forward that uses it runs; it stays resident until the pager wants the bytes for
+another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 
 from tierzero.errors import TierzeroError
 from tierzero.grads import HostGrad
-from tierzero.layout import ParamSpec, Place, UnitLayout, unit_layout
+from tierzero.layout import ParamSpec, UnitLayout, unit_layout
 from tierzero.paged import Paged
 from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.tiers.host import Block
@@ -53,9 +53,11 @@ LEGAL = {
 
 
 class LiveParameter(nn.Parameter):
-    """A parameter whose bytes may have left: tracebacks, debuggers and test runners print what they find, and reading freed bytes is a crash."""
+    """A parameter whose bytes may have left: tracebacks, debuggers and test runners print what they find, and reading
+    freed bytes is a crash.
+    """
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         storage = self.untyped_storage()
         if storage.nbytes() < (self.storage_offset() + self.numel()) * self.element_size():
             return f"LiveParameter(shape={tuple(self.shape)}, dtype={self.dtype}, paged out)"
@@ -115,7 +117,8 @@ class Unit:
     ) -> None:
         """Make the flat storage and both forms of every parameter; the slots are not touched yet.
 
-        `settle()` is called before a published gradient is used; `at_rest(work, changes)` runs a coroutine on the bytes at rest.
+        `settle()` is called before a published gradient is used; `at_rest(work, changes)` runs a coroutine on the bytes
+        at rest.
         """
         self.at_rest = at_rest
         self.flat = torch.empty(0, dtype=torch.uint8, device=device)
@@ -147,7 +150,8 @@ class Unit:
     def register_live(self) -> None:
         """Put the live parameters into every slot, following later changes of requires_grad.
 
-        Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for parameters that took our place.
+        Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for
+        parameters that took our place.
         """
         for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
             if live.requires_grad != rest.requires_grad:
@@ -160,8 +164,10 @@ class Unit:
                     module._parameters[name] = live
                 elif there is not live and isinstance(there, nn.Parameter):
                     raise TierzeroError(
-                        f"parameter {self.names[index]} was replaced after offload(): cast, move, load with assign=True or rebuild modules before "
-                        "offload(), and change values with load_state_dict() or inside `with tierzero.unsharded(module, write=True)`"
+                        f"parameter {self.names[index]} was replaced after offload(): cast, move, load with "
+                        "assign=True or rebuild modules before "
+                        "offload(), and change values with load_state_dict() or inside `with "
+                        "tierzero.unsharded(module, write=True)`"
                     )
 
     def register_rest(self) -> None:
@@ -204,7 +210,8 @@ class Unit:
         """TierzeroError if a parameter of a meta model was never given a value."""
         if self.blank:
             raise TierzeroError(
-                f"parameter {self.names[min(self.blank)]} was never given a value: the model was on the meta device when it was offloaded; "
+                f"parameter {self.names[min(self.blank)]} was never given a value: the model was on the meta device "
+                "when it was offloaded; "
                 "call tierzero.initialize(model) or tierzero.load_safetensors(model, path) before training"
             )
 
@@ -252,7 +259,8 @@ class Unit:
 
     def _frozen(self, index: int) -> TierzeroError:
         return TierzeroError(
-            f"parameter {self.names[index]} was frozen when offload() laid the model out and has no room for a gradient: "
+            f"parameter {self.names[index]} was frozen when offload() laid the model out and has no room for a "
+            "gradient: "
             "call requires_grad_(True) before offload()"
         )
 
@@ -275,7 +283,9 @@ class Unit:
             self.fold_clip(index)
 
     def grad(self, index: int) -> torch.Tensor | None:
-        """The gradient of one parameter as a plain tensor in the unit's buffer (a foreign `.grad` is copied in), or None."""
+        """The gradient of one parameter as a plain tensor in the unit's buffer (a foreign `.grad` is copied in), or
+        None.
+        """
         grad = self.rest[index].grad
         if grad is None:
             return None
@@ -288,7 +298,7 @@ class Unit:
         return view
 
     def fold_clip(self, index: int) -> None:
-        """Scale a gradient by a clip coefficient that no step has consumed, as the plain loop would have done at once."""
+        """Scale a gradient by the clip coefficient that waits for a step, as the plain loop would have done at once."""
         view = self.grad_views[index]
         if self.coef[index] != 1.0 and view is not None:
             self.own_grads()
@@ -312,7 +322,8 @@ class ParamSource:
         return bool(self.unit.owner.closed)
 
     def read(self) -> torch.Tensor:
-        return self.unit.at_rest(self.unit.read_param(self.index))
+        value: torch.Tensor = self.unit.at_rest(self.unit.read_param(self.index))
+        return value
 
     def write(self, value: torch.Tensor) -> None:
         self.unit.at_rest(self.unit.write_param(self.index, value), changes=True)

@@ -1,4 +1,4 @@
-"""The queue of unit updates: run in order of next use, jumped by whoever waits for one, kept until they have succeeded."""
+"""The queue of unit updates: run in order of next use, jumped by whoever waits for one, kept until they succeed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tierzero.unit import Unit
 
 
 class Update:
-    """One unit's queued optimizer step. `work` may be run again after it failed: it reads the old version and the gradients, both still there."""
+    """One unit's queued optimizer step. `work` may be run again after it failed: it reads the old version and the
+    gradients, both still there.
+    """
 
     def __init__(self, unit: Unit, work: Callable[[], Awaitable[None]]) -> None:
         self.unit = unit
@@ -39,7 +41,9 @@ class UpdateQueue:
         self._pump()
 
     async def settled(self, unit: Unit) -> None:
-        """Return when `unit` has no queued update; raises what its update raised. One that had failed before is tried again first."""
+        """Return when `unit` has no queued update; raises what its update raised. One that had failed before is tried
+        again first.
+        """
         job: Update | None = unit.pending
         if job is None:
             return

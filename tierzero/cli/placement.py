@@ -48,7 +48,7 @@ def _share(nbytes: int, parts: int) -> int:
 
 
 def check_disk(config: Config, plan: Plan) -> None:
-    """OSError(ENOSPC) where the drive has less room than the store needs; what the run's own store takes counts as room."""
+    """OSError(ENOSPC) where the drive has less room than the store needs; what it takes already counts as room."""
     if plan.disk_free is None:
         return
     taken = sum(path.stat().st_blocks * 512 for path in config.store.glob("*") if path.is_file())
@@ -56,7 +56,8 @@ def check_disk(config: Config, plan: Plan) -> None:
         raise OSError(
             errno.ENOSPC,
             f"the store in {config.store} needs {format_size(plan.nvme_bytes)} and the drive has "
-            f"{format_size(plan.disk_free + taken)} for it: free some space, or set tiers.nvme to a directory on a larger drive",
+            f"{format_size(plan.disk_free + taken)} for it: free some space, "
+            "or set tiers.nvme to a directory on a larger drive",
             str(config.store),
         )
 

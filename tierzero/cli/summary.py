@@ -15,13 +15,18 @@ def print_summary(console: Console, summary: dict[str, Any], sample: str, out: P
     """The summary as a table, the sample, and where things are."""
     if sample:
         console.rule("sample", style="dim")
-        console.print(sample, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(sample), markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows(summary):
         table.add_row(name, value)
     console.print(table)
     console.print(f"summary {out / 'summary.json'}, weights {out / 'export'}", markup=False, highlight=False)
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: what a model makes up must not steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -21,11 +21,12 @@ log = logging.getLogger("tierzero")
 
 
 class AdamW(torch.optim.Optimizer):
-    """Decoupled weight decay Adam (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), bit-equal to torch.optim.AdamW(fused=True) on float32 masters.
+    """Decoupled weight decay Adam (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), bit-equal to
+    torch.optim.AdamW(fused=True) on float32 masters.
 
-    `step()` queues the updates and returns; each unit's next use waits for its own. Master (for 16-bit parameters), exp_avg and exp_avg_sq are float32
-    and stream through the tiers. A step with a gradient that is infinite or NaN is skipped whole and logged; after `max_skipped_steps` in a row
-    NonFiniteGradientError is raised.
+    `step()` queues the updates and returns; each unit's next use waits for its own. Master (for 16-bit parameters),
+    exp_avg and exp_avg_sq are float32 and stream through the tiers. A step with a gradient that is infinite or NaN is
+    skipped whole and logged; after `max_skipped_steps` in a row NonFiniteGradientError is raised.
 
     `params`: parameters of an offloaded model, or groups of them. Frozen ones may be among them.
     """
@@ -64,18 +65,20 @@ class AdamW(torch.optim.Optimizer):
         place = place_of(param)
         if place is None:
             raise TierzeroError(
-                f"parameter {index} of the group, {tuple(param.shape)} {param.dtype}, is not one of an offloaded model: call tierzero.offload(model) first and pass "
+                f"parameter {index} of the group, {tuple(param.shape)} {param.dtype}, is not one of an offloaded "
+                "model: call tierzero.offload(model) first and pass "
                 "model.parameters() afterwards; parameters elsewhere need an optimizer of their own"
             )
         unit, k = place
         if param.requires_grad and unit.layout.places[k].elem < 0:
             raise TierzeroError(
-                f"parameter {unit.names[k]} was frozen when offload() laid the model out and has no room for optimizer state: call requires_grad_(True) before offload()"
+                f"parameter {unit.names[k]} was frozen when offload() laid the model out and has no room for "
+                "optimizer state: call requires_grad_(True) before offload()"
             )
         return unit, k
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue one update of every parameter that has a gradient. Returns the closure's loss, if there is one."""
         loss = None
         if closure is not None:
@@ -86,14 +89,13 @@ class AdamW(torch.optim.Optimizer):
             _check_group(group)
             for param in group["params"]:
                 if param.grad is not None:
-                    unit, index = place_of(param)  # type: ignore[misc]
+                    unit, index = _home(param)
                     if unit.grad(index) is not None and unit.layout.places[index].elem >= 0:
                         work.setdefault(unit, {})[index] = group
-        owners = list(dict.fromkeys(unit.owner for unit in work)) or list(
-            dict.fromkeys(place_of(p)[0].owner for g in self.param_groups for p in g["params"])
-        )  # type: ignore[index]
+        owners = list(dict.fromkeys(unit.owner for unit in work)) or self._owners()
         for owner in owners:
-            owner.pager.check_idle(unit for unit in work if unit.owner is owner)
+            mine = [unit for unit in work if unit.owner is owner]
+            owner.pager.check_idle(mine, "call optimizer.step() after backward, outside the model and `unsharded`")
         for unit in work:
             unit.settle()
         bad = _first_bad(work)
@@ -104,6 +106,10 @@ class AdamW(torch.optim.Optimizer):
             owner.metrics.add("skipped_steps" if bad else "steps")
         self._note_skip(bad)
         return loss
+
+    def _owners(self) -> list[Any]:
+        """The engines of all parameters."""
+        return list(dict.fromkeys(_home(param)[0].owner for group in self.param_groups for param in group["params"]))
 
     def _job(self, unit: Unit, groups: dict[int, dict[str, Any]]) -> Update:
         hypers: dict[int, Hyper] = {}
@@ -133,17 +139,21 @@ class AdamW(torch.optim.Optimizer):
         )
         if self._skipped_in_row >= self.max_skipped_steps:
             raise NonFiniteGradientError(
-                f"{self._skipped_in_row} steps in a row had a gradient that is infinite or NaN, the last one first in {bad}: lower the learning rate, check the data, "
+                f"{self._skipped_in_row} steps in a row had a gradient that is infinite or NaN, the last one first in "
+                f"{bad}: lower the learning rate, check the data, "
                 "or raise max_skipped_steps"
             )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters, steps and moments from a state dict of this class or of torch.optim.AdamW (same parameters in the same order)."""
+        """Take hyper-parameters, steps and moments from a state dict of this class or of torch.optim.AdamW (same
+        parameters in the same order).
+        """
         saved, groups = state_dict["state"], state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
-                "the state dict has other parameter groups than this optimizer: build it over the same parameters in the same groups"
+                "the state dict has other parameter groups than this optimizer: build it over the same parameters in "
+                "the same groups"
             )
         for group, other in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in other.items() if key in group and key != "params"})
@@ -156,7 +166,7 @@ class AdamW(torch.optim.Optimizer):
                         self.state[param][name].copy_(values[name])
                 step = int(values["step"])
                 self.state[param]["step"].fill_(step)
-                unit, index = place_of(param)  # type: ignore[misc]
+                unit, index = _home(param)
                 unit.steps[index] = step
 
 
@@ -199,6 +209,13 @@ def _state(unit: Unit, index: int) -> dict[str, Any]:
     for name, part in parts.items():
         state[name] = Paged(StateSource(unit, index, part, name), shape, torch.float32)
     return state
+
+
+def _home(param: torch.Tensor) -> tuple[Unit, int]:
+    """Where a parameter lies that add_param_group has let in."""
+    place = place_of(param)
+    assert place is not None
+    return place
 
 
 def _first_bad(work: Iterable[Unit]) -> str | None:

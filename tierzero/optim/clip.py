@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm, without touching the gradients: the coefficient is folded into the next step."""
+"""Gradient clipping by the global norm that leaves gradients alone: the coefficient is folded into the next step."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Clip the gradients of `parameters` together to `max_norm`; returns the total norm before clipping, a float32 scalar.
+    """Clip the gradients of `parameters` together to `max_norm`; returns the total norm before clipping, a float32
+    scalar.
 
-    As torch.nn.utils.clip_grad_norm_ on float32 gradients, to the last bit: a norm per parameter, in the given order, then the norm of those; coefficient
-    max_norm / (norm + 1e-6), at most 1. The coefficient waits for `step()`: `.grad` stays unscaled. Gradients of parameters outside
-    the offloaded model are scaled in place. Raises RuntimeError for a non-finite norm if `error_if_nonfinite`.
+    As torch.nn.utils.clip_grad_norm_ on float32 gradients, to the last bit: a norm per parameter, in the given order,
+    then the norm of those; coefficient max_norm / (norm + 1e-6), at most 1. The coefficient waits for `step()`: `.grad`
+    stays unscaled. Gradients of parameters outside the offloaded model are scaled in place. Raises RuntimeError for a
+    non-finite norm if `error_if_nonfinite`.
     """
     if norm_type != 2.0:
         raise TierzeroError(
-            f"tierzero.clip_grad_norm_ clips by the 2-norm, not norm_type={norm_type}; torch.nn.utils.clip_grad_norm_ does others, slower"
+            f"tierzero.clip_grad_norm_ clips by the 2-norm, not norm_type={norm_type}; torch.nn.utils.clip_grad_norm_ "
+            "does others, slower"
         )
     if not max_norm >= 0 or math.isnan(max_norm):
         raise ValueError(f"max_norm must be zero or more, got {max_norm}")
@@ -56,12 +59,13 @@ def clip_grad_norm_(
             continue
         unit, index = place
         norms.append(torch.tensor(unit_norms(unit)[index], dtype=torch.float32))
-    total = torch.linalg.vector_norm(torch.stack(norms))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"the total norm of the gradients is {float(total)}, so they cannot be clipped; set error_if_nonfinite=False to go on"
+            f"the total norm of the gradients is {float(total)}, so they cannot be clipped; set "
+            "error_if_nonfinite=False to go on"
         )
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    coefficient: torch.Tensor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for param in params:
         place = place_of(param)
         if place is None:

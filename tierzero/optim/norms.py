@@ -9,7 +9,9 @@ from tierzero.unit import Unit
 
 
 def unit_norms(unit: Unit) -> list[float]:
-    """The norm of each parameter's gradient in float32 (0.0 where there is none), known since the last change of the gradients or computed now."""
+    """The norm of each parameter's gradient in float32 (0.0 where there is none), known since the last change of the
+    gradients or computed now.
+    """
     grads = [unit.grad(index) for index in range(len(unit.rest))]
     unit.finish_grads()
     if unit.grad_block is None:

@@ -1,9 +1,9 @@
 """One unit's optimizer step as a read -> update -> write over its state record, native or in Python.
 
-Note [versions]
-Records in the store are never overwritten: the update reads the current version and writes new extents, and both (state and parameter copy) are published
-only when all bytes are written. An update that failed has changed nothing and may be run again; records in host memory are written as it goes, but
-from the old state alone, so running again gives the same bytes.
+Note [versions] Records in the store are never overwritten: the update reads the current version and writes new extents,
+and both (state and parameter copy) are published only when all bytes are written. An update that failed has changed
+nothing and may be run again; records in host memory are written as it goes, but from the old state alone, so running
+again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tierzero.extents import Extent
 from tierzero.layout import Place, state_pieces
 from tierzero.metrics import Metrics
 from tierzero.records import DiskRecord, StateRecord
@@ -37,7 +38,9 @@ class Hyper:
     coef: float
 
     def scalars(self) -> tuple[float, ...]:
-        """(decay, w1, beta2, w2, eps, step size, sqrt(bias correction 2), coef), as torch's fused AdamW forms them in double."""
+        """(decay, w1, beta2, w2, eps, step size, sqrt(bias correction 2), coef), as torch's fused AdamW forms them in
+        double.
+        """
         correction1 = 1 - self.beta1**self.step
         correction2 = 1 - self.beta2**self.step
         return (
@@ -56,7 +59,9 @@ IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0)  # scalars of a parameter withou
 
 
 class StreamedStep:
-    """Runs updates; `stepper` is the native pipeline, or None: then `work` (host bytes for one record) serves a plain Python one."""
+    """Runs updates; `stepper` is the native pipeline, or None: then `work` (host bytes for one record) serves a plain
+    Python one.
+    """
 
     def __init__(self, store: Store | None, metrics: Metrics, stepper: Any, io: Any, work: Block | None) -> None:
         self.store = store
@@ -74,9 +79,10 @@ class StreamedStep:
         """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer."""
         state, param = unit.state, unit.records.get("param")
         assert state is not None
-        extents = []
+        extents: list[Extent] = []
         try:
-            new_state = new_param = None
+            new_state: Extent | None = None
+            new_param: Extent | None = None
             if isinstance(state.record, DiskRecord):
                 extents.append(new_state := self._room(state.record))
                 self.metrics.add("nvme_read_expected", state.record.nbytes)
@@ -89,21 +95,21 @@ class StreamedStep:
                 assert self.store is not None
                 self.store.discard(extent)
             raise
-        if isinstance(state.record, DiskRecord):
-            state.record.store.publish(state.record.name, new_state, state_sum)
-        if isinstance(param, DiskRecord):
-            param.store.publish(param.name, new_param, param_sum)
+        for record, new, sums in ((state.record, new_state, state_sum), (param, new_param, param_sum)):
+            if isinstance(record, DiskRecord) and new is not None:
+                record.store.publish(record.name, new, sums)
 
     def _room(self, record: DiskRecord) -> Any:
         extent = record.store.allocate(record.nbytes, record.name)
         self.metrics.add("nvme_written_expected", record.nbytes)
         return extent
 
-    # -- native ----------------------------------------------------------------------------------------------------------
+    # -- native --------------------------------------------------------------------------------------------------------
 
     async def _native(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any) -> tuple[Any, Any]:
         state, param = unit.state, unit.records.get("param")
-        assert state is not None and unit.grad_block is not None
+        assert state is not None
+        assert unit.grad_block is not None
         segments = []
         for index, place in enumerate(unit.layout.places):
             if place.elem < 0 or not place.spec.numel:
@@ -132,12 +138,14 @@ class StreamedStep:
         return sums
 
     def _out_offset(self, unit: Unit, place: Place) -> int:
-        """Where the parameter copy goes: into the host copy of the flat buffer, into the parameter record, or nowhere (-1)."""
+        """Where the parameter copy goes: into the host copy of the flat buffer, into the parameter record, or nowhere
+        (-1).
+        """
         if unit.host_flat is not None:
             return unit.layout.flat_offset(place)
         return place.offset if place.region == "param" else -1
 
-    # -- Python ----------------------------------------------------------------------------------------------------------
+    # -- Python --------------------------------------------------------------------------------------------------------
 
     async def _python(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any) -> tuple[Any, Any]:
         from tierzero.checksum import checksum
@@ -153,7 +161,8 @@ class StreamedStep:
         floats = raw.view(torch.float32)
         copies = None
         if new_param is not None:
-            assert self.work is not None and param is not None
+            assert self.work is not None
+            assert param is not None
             copies = self.work.tensor[unit.layout.state_bytes :][: param.nbytes]
             copies.zero_()
         for index, place in enumerate(unit.layout.places):

@@ -1,0 +1,187 @@
+"""The source as a whole: which module may import which, how large files are, and what nobody may do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tierzero
+
+PACKAGE = Path(tierzero.__file__).parent
+# later rows may import earlier ones, never the other way round; inside a row only the arrows named in INSIDE
+ROWS = [
+    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc"},
+    {"checksum", "lock", "manifest"},
+    {
+        "tiers.base",
+        "directory",
+        "space",
+        "blocks",
+        "tiers.host",
+        "tiers.portable",
+        "tiers.faulty",
+        "tiers.nvme",
+        "tiers.config",
+        "versions",
+        "store",
+    },
+    {"paged", "grads", "records"},
+    {"unit", "partition", "placement"},
+    {"updates", "transfer", "homes"},
+    {"pager", "saved"},
+    {"hooks", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
+    {"engine"},
+    {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"cli"},
+]
+INSIDE = {
+    "layout": {"errors"},
+    "extents": {"layout"},
+    "checksum": set(),
+    "manifest": {"checksum"},
+    "directory": set(),
+    "tiers.host": {"tiers.base"},
+    "tiers.portable": {"tiers.base"},
+    "tiers.faulty": {"tiers.base"},
+    "tiers.nvme": {"tiers.base"},
+    "tiers.base": {"tiers.nvme", "tiers.portable"},  # chosen at run time, inside a function
+    "space": {"tiers.base"},
+    "blocks": {"tiers.base"},
+    "versions": {"space", "blocks", "tiers.base"},
+    "store": {"versions", "space", "directory", "tiers.base"},
+    "optim.clip": {"optim.norms"},
+    "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
+    "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
+}
+PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics"}  # no torch
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, *, top_only: bool = False) -> set[str]:
+    """Modules that a file imports at run time; what only type checkers see does not count."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if top_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(tree)
+    return found
+
+
+def own_imports(path: Path, *, top_only: bool = False) -> set[str]:
+    """Files of the package that a file imports, by their names in it."""
+    known = {name_of(other) for other in FILES} - {""}
+    found = {
+        name.removeprefix("tierzero.") for name in imports_of(path, top_only=top_only) if name.startswith("tierzero.")
+    }
+    return {name for name in found if name in known and not (PACKAGE / name.replace(".", "/")).is_dir()}
+
+
+def row_of(name: str) -> int:
+    for index, row in enumerate(ROWS):
+        if name in row or name.split(".")[0] in row:
+            return index
+    raise AssertionError(f"tierzero/{name.replace('.', '/')}.py has no place in the table of this test: give it one")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if name_of(path) and path.name != "__init__.py"], ids=name_of)
+def test_arrows(path: Path) -> None:
+    """Imports go one way only."""
+    name = name_of(path)
+    row = row_of(name)
+    if ROWS[row] == {"cli"}:
+        return
+    for other in own_imports(path):
+        allowed = row_of(other) < row or other in INSIDE.get(name, set())
+        assert allowed, f"{name} must not import {other}"
+
+
+def test_no_cycles() -> None:
+    """No module imports itself through others when it is loaded."""
+    graph = {name_of(path): own_imports(path, top_only=True) for path in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail, name])
+        if name not in done:
+            for other in graph.get(name, ()):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_small_files(path: Path) -> None:
+    """One idea a file."""
+    assert len(path.read_text().splitlines()) <= 360
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_pure_modules(name: str) -> None:
+    """Arithmetic needs no torch."""
+    assert not {found.split(".")[0] for found in imports_of(PACKAGE / f"{name}.py")} & {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_assigned_into_torch(path: Path) -> None:
+    """No attribute of torch, of nn.Module or of a user's class is ever set; instances only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AugAssign | ast.AnnAssign)
+            else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Attribute):
+                base = ast.unparse(target.value)
+                assert base.split(".")[0] not in ("torch", "nn", "F"), f"line {node.lineno} assigns into {base}"
+                assert "__class__" not in base
+                assert not base.startswith("type("), f"line {node.lineno} assigns into a class"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            assert ast.unparse(node.args[0]).split(".")[0] not in ("torch", "nn", "F")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_left_undone(path: Path) -> None:
+    """No stubs, and no note of work to come."""
+    text = path.read_text()
+    for word in ("TODO", "FIXME", "XXX", "NotImplementedError"):
+        assert word not in text, word
+
+
+def test_importing_the_package_needs_no_torch() -> None:
+    """`import tierzero` alone is quick: help and version work without loading torch."""
+    code = "import sys, tierzero; assert tierzero.__version__; assert 'torch' not in sys.modules; dir(tierzero)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PACKAGE.parent)})
+
+
+def test_every_public_name_exists() -> None:
+    """Lazy names resolve, and an unknown one is an AttributeError."""
+    for name in tierzero.__all__:
+        assert getattr(tierzero, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tierzero.nothing  # noqa: B018
