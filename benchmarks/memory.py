@@ -1,7 +1,8 @@
 """Peak memory against model size, with parameters and optimizer states on NVMe.
 
-Trains the built-in decoder at three depths, each in a process of its own, and compares what doubling the number of layers adds to peak resident
-memory with the gradients it adds (2 bytes a parameter in bf16), which are the only part of the model kept in host memory.
+Trains the built-in decoder at three depths, each in a process of its own, and compares what doubling the number of
+layers adds to peak resident memory with the gradients it adds (2 bytes a parameter in bf16), which are the only part of
+the model kept in host memory.
 
     python benchmarks/memory.py [--json] [--nvme DIR] [--layers 32 64 128] [--steps 3]
 """
@@ -13,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ DEVICE = 40 << 20  # bytes of device budget, the same for every size
 
 
 def measure(layers: int, steps: int, nvme: str) -> dict[str, Any]:
-    """Train `steps` steps and return sizes in bytes. Runs in a process of its own, because peak memory is per process."""
+    """Train `steps` steps and return sizes in bytes. Needs a process of its own: peak memory is per process."""
     import torch
-    import torch._dynamo  # imported by torch's own optimizer base class on first use: part of the baseline, not of the model
+    import torch._dynamo  # torch's own optimizer imports it on first use: part of the baseline, not of the model
 
     import tierzero as tz
     from tierzero.cli.decoder import DecoderConfig, build_decoder
@@ -71,11 +73,16 @@ def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def compare(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each step up in size added: `ratio` is bytes of peak memory per byte of gradient."""
     growth = []
-    for small, large in zip(cases, cases[1:], strict=False):
+    for small, large in pairwise(cases):
         added = (large["rss_peak"] - large["rss_before"]) - (small["rss_peak"] - small["rss_before"])
         gradients = large["gradients"] - small["gradients"]
         growth.append(
-            {"name": f"{small['layers']} -> {large['layers']} layers", "added": added, "gradients": gradients, "ratio": added / gradients}
+            {
+                "name": f"{small['layers']} -> {large['layers']} layers",
+                "added": added,
+                "gradients": gradients,
+                "ratio": added / gradients,
+            }
         )
     return growth
 
@@ -97,7 +104,9 @@ def main() -> None:
     for layers in [layers for _ in range(args.repeats) for layers in args.layers]:
         with tempfile.TemporaryDirectory(dir=args.nvme or Path.cwd(), prefix="tierzero-memory-") as directory:
             command = [sys.executable, __file__, "--case", str(layers), "--steps", str(args.steps), "--nvme", directory]
-            runs[layers].append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+            runs[layers].append(
+                json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            )
     cases = [median(runs[layers]) for layers in args.layers]
     growth = compare(cases)
     if args.json:
@@ -107,10 +116,14 @@ def main() -> None:
     for case in cases:
         peak = case["rss_peak"] - case["rss_before"]
         print(
-            f"{case['layers']:>7} {case['params'] / 1e6:>6.0f} M {case['state_bytes'] / 1e6:>6.0f} MB {case['gradients'] / 1e6:>7.0f} MB {peak / 1e6:>18.0f} MB"
+            f"{case['layers']:>7} {case['params'] / 1e6:>6.0f} M {case['state_bytes'] / 1e6:>6.0f} MB "
+            f"{case['gradients'] / 1e6:>7.0f} MB {peak / 1e6:>18.0f} MB"
         )
     for row in growth:
-        print(f"{row['name']}: {row['added'] / 1e6:.0f} MB more for {row['gradients'] / 1e6:.0f} MB more gradients, ratio {row['ratio']:.3f}")
+        print(
+            f"{row['name']}: {row['added'] / 1e6:.0f} MB more for {row['gradients'] / 1e6:.0f} MB more gradients, "
+            f"ratio {row['ratio']:.3f}"
+        )
 
 
 if __name__ == "__main__":

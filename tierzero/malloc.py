@@ -1,4 +1,6 @@
-"""Freed units go back to the system: a CPU's device tier is malloc'd memory, and glibc keeps what lies below a growing threshold."""
+"""Freed units go back to the system: a CPU's device tier is malloc'd memory, and glibc keeps what lies below a growing
+threshold.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ SMALLEST = 1 << 20  # bytes: below this, mapping and faulting in pages anew cost
 
 
 def map_from(nbytes: int) -> bool:
-    """Have malloc map blocks of `nbytes` (at least 1 MiB) and more, so that freeing one returns it; whether that took effect.
+    """Have malloc map blocks of `nbytes` (at least 1 MiB) and more, so that freeing one returns it; whether that took
+    effect.
 
-    glibc raises the threshold by itself to the largest block freed so far, up to 32 MiB; this fixes it for the process. MALLOC_MMAP_THRESHOLD_
-    in the environment wins.
+    glibc raises the threshold by itself to the largest block freed so far, up to 32 MiB; this fixes it for the process.
+    MALLOC_MMAP_THRESHOLD_ in the environment wins.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False

@@ -54,7 +54,8 @@ def parse_size(value: int | float | str, *, of: int | None = None, what: str = "
         return int(of * number / 100)
     if unit not in _UNITS:
         raise ValueError(
-            f'{what} {value!r} has the unknown unit {match.group(2)!r}; use one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or "%"'
+            f"{what} {value!r} has the unknown unit {match.group(2)!r}; "
+            'use one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or "%"'
         )
     return int(number * _UNITS[unit])
 

@@ -1,0 +1,86 @@
+"""The documentation's code runs as it stands, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(16, 4))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(8)]
+
+
+def test_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (source,) = code_blocks(ROOT / "README.md")
+    model, plain = build(), build()
+    names: dict[str, Any] = {"model": model, "loader": batches(), "loss_fn": F.cross_entropy, "accum": 2}
+    exec(source.replace("/mnt/nvme0/tz", str(tmp_path / "store")), names)
+
+    opt = torch.optim.AdamW(plain.parameters(), lr=2e-5, weight_decay=0.1, fused=True)
+    for i, (inputs, targets) in enumerate(batches()):
+        (F.cross_entropy(plain(inputs), targets) / 2).backward()
+        if i % 2:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+    from safetensors.torch import load_file
+
+    exported = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, exported[name]) for name, value in plain.state_dict().items())
+
+
+def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tierzero as tz
+
+    monkeypatch.chdir(tmp_path)
+    commit, resume, export = (
+        block.replace("/mnt/nvme0/tz", str(tmp_path / "store"))
+        for block in code_blocks(ROOT / "docs" / "checkpoint.md")
+    )
+    model = tz.offload(build(), tz.Tiers(nvme=tmp_path / "store", host="8GiB"))
+    opt = tz.AdamW(model.parameters(), lr=2e-5)
+    F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+    opt.step()
+    sched = torch.optim.lr_scheduler.ConstantLR(opt)
+    names: dict[str, Any] = {"tz": tz, "torch": torch, "model": model, "opt": opt, "sched": sched}
+    exec(commit, names)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    tz.close(model)
+
+    names = {"tz": tz, "torch": torch, "build": build}
+    exec(resume, names)
+    assert names["meta"]["step"] == 1000
+    plain = build()
+    import safetensors.torch
+
+    exec(export, {**names, "safetensors": safetensors, "plain": plain})
+    assert all(torch.equal(value, values[name]) for name, value in plain.state_dict().items())
+    tz.close(names["model"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
