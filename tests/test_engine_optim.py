@@ -387,6 +387,44 @@ def test_gradients_stay_readable(tmp_path: Path) -> None:
         plain.zero_grad()
 
 
+def test_a_clipped_gradient_assigned_to_itself(tmp_path: Path) -> None:
+    """`p.grad = p.grad.detach()` after clipping changes nothing."""
+    with pair(tmp_path) as (plain, run):
+        for ids in batches(3):
+            backward_both(plain, run, ids)
+            max_norm = plain.norm() * 0.3
+            tz.clip_grad_norm_(run.model.parameters(), max_norm)
+            for param in list(run.model.parameters())[::2]:
+                param.grad = param.grad.detach()
+            for param in list(run.model.parameters())[1::2]:
+                param.grad = param.grad
+            plain.step(max_norm)
+            run.step()
+            plain.zero_grad()
+            run.zero_grad()
+
+
+def test_gradients_that_are_kept(tmp_path: Path) -> None:
+    """A gradient that somebody keeps stays what it was when the next one arrives, and is assigned back as it is."""
+    with pair(tmp_path) as (plain, run):
+        backward_both(plain, run, next(batches(1)))
+        kept = [[param.grad for param in each.model.parameters()] for each in (plain, run)]
+        for each in (plain, run):
+            each.zero_grad()
+        backward_both(plain, run, next(batches(1, seed=2)))
+        assert all(same(mine + 0, theirs + 0) for mine, theirs in zip(*kept, strict=True))
+        assert all(a.grad is not b for a, b in zip(run.model.parameters(), kept[1], strict=True))
+        plain.step()
+        run.step()
+        for each, grads in zip((plain, run), kept, strict=True):
+            for param, grad in zip(each.model.parameters(), grads, strict=True):
+                param.grad = grad
+        plain.step(0.5)
+        run.step(0.5)
+        plain.zero_grad()
+        run.zero_grad()
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_parameter_hooks(accumulate: int, tmp_path: Path) -> None:
     """register_hook and register_post_accumulate_grad_hook on parameters run as in torch."""

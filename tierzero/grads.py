@@ -29,6 +29,13 @@ class HostGrad(torch.Tensor):
         grad.use = use
         return grad
 
+    def part(self) -> None:
+        """Move to memory of its own, because the buffer is about to hold another gradient."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            copy = self.as_subclass(torch.Tensor).clone()
+            self.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
+        self.use = _no_more
+
     @property
     def plain(self) -> torch.Tensor:
         """The same memory as a plain tensor; reading it waits for nothing."""
@@ -57,6 +64,10 @@ class HostGrad(torch.Tensor):
         _use(tuple(kwargs.values()), "out" in kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _no_more(changes: bool) -> None:
+    pass
 
 
 def _writes(name: str) -> bool:

@@ -87,6 +87,7 @@ class Unit:
         self.live: list[nn.Parameter] = []
         self.rest: list[nn.Parameter] = []
         self.grad_views: list[torch.Tensor | None] = [None] * len(params)
+        self.published: list[weakref.ref[HostGrad] | None] = [None] * len(params)
         self.coef: list[float] = [1.0] * len(params)  # clip coefficient to fold into the next update
         self.owner: Any = None  # the engine
         self.state_host = False  # where optimizer state goes when there is some
@@ -260,8 +261,7 @@ class Unit:
     def _frozen(self, index: int) -> TierzeroError:
         return TierzeroError(
             f"parameter {self.names[index]} was frozen when offload() laid the model out and has no room for a "
-            "gradient: "
-            "call requires_grad_(True) before offload()"
+            "gradient: call requires_grad_(True) before offload()"
         )
 
     def publish_grad(self, index: int) -> torch.Tensor:
@@ -272,7 +272,13 @@ class Unit:
         self.own_grads()
         self.coef[index] = 1.0
         self.touched = False
-        self.rest[index].grad = HostGrad.over(view, functools.partial(_touch, weakref.ref(self), index))
+        before = self.published[index]
+        kept = before() if before is not None else None
+        if kept is not None:  # by somebody who expects a gradient to stay what it was
+            kept.part()
+        grad = HostGrad.over(view, functools.partial(_touch, weakref.ref(self), index))
+        self.rest[index].grad = grad
+        self.published[index] = weakref.ref(grad)
         return view
 
     def touch_grad(self, index: int, changes: bool) -> None:
@@ -290,11 +296,13 @@ class Unit:
         if grad is None:
             return None
         view = self.grad_views[index]
-        if view is None or not isinstance(grad, HostGrad) or grad.plain.data_ptr() != view.data_ptr():
-            if isinstance(grad, HostGrad):
-                grad = grad.plain
+        plain = grad.plain if isinstance(grad, HostGrad) else grad
+        ours = view is not None and plain.data_ptr() == view.data_ptr()
+        if view is None or not ours or plain is grad:
+            coef = self.coef[index] if ours else 1.0  # `p.grad = p.grad.detach()` is still the clipped gradient
             view = self.publish_grad(index)
-            view.copy_(grad)
+            view.copy_(plain)
+            self.coef[index] = coef
         return view
 
     def fold_clip(self, index: int) -> None:
