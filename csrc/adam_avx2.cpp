@@ -13,14 +13,17 @@ template <Dtype G, int O>
 struct Avx2 {
     TZ_AVX2 static void run(float* p, float* m, float* v, const char* grad, char* out, std::size_t n,
                             const AdamScalars& s) {
-        const __m256 decay = _mm256_set1_ps(s.decay), w1 = _mm256_set1_ps(s.w1), b2 = _mm256_set1_ps(s.b2),
-                     w2 = _mm256_set1_ps(s.w2), eps = _mm256_set1_ps(s.eps), step = _mm256_set1_ps(-s.step),
-                     bc2s = _mm256_set1_ps(s.bc2s), coef = _mm256_set1_ps(s.coef);
+        const Lerp lerp(s.w1);
+        const __m256 from_grad = _mm256_castsi256_ps(_mm256_set1_epi32(lerp.from_grad ? -1 : 0));
+        const __m256 decay = _mm256_set1_ps(s.decay), w1 = _mm256_set1_ps(lerp.weight),
+                     b2 = _mm256_set1_ps(s.b2), w2 = _mm256_set1_ps(s.w2), eps = _mm256_set1_ps(s.eps),
+                     step = _mm256_set1_ps(-s.step), bc2s = _mm256_set1_ps(s.bc2s),
+                     coef = _mm256_set1_ps(s.coef);
         const std::size_t body = n / 8 * 8;
         for (std::size_t i = 0; i < body; i += 8) {
             const __m256 g = _mm256_mul_ps(load8<G>(grad + i * size_of(G)), coef);
             const __m256 m0 = _mm256_loadu_ps(m + i);
-            const __m256 m1 = _mm256_fmadd_ps(w1, _mm256_sub_ps(g, m0), m0);
+            const __m256 m1 = _mm256_fmadd_ps(w1, _mm256_sub_ps(g, m0), _mm256_blendv_ps(m0, g, from_grad));
             const __m256 v1 =
                 _mm256_fmadd_ps(_mm256_mul_ps(w2, g), g, _mm256_mul_ps(b2, _mm256_loadu_ps(v + i)));
             const __m256 denominator = _mm256_add_ps(_mm256_div_ps(_mm256_sqrt_ps(v1), bc2s), eps);

@@ -7,11 +7,21 @@
 
 namespace tz {
 
+// The first moment is torch's lerp(m, g, w1), which starts from the nearer end: from m for w1 below a half,
+// else from g.
+struct Lerp {
+    explicit Lerp(float w1) : from_grad(!(w1 < 0.5f)), weight(from_grad ? w1 - 1.0f : w1) {}
+
+    bool from_grad;
+    float weight;
+};
+
 template <bool Tail>
 inline __attribute__((always_inline)) float adam_element(float* p, float* m, float* v, float g,
                                                          const AdamScalars& s) {
     g = g * s.coef;
-    const float moment = __builtin_fmaf(s.w1, g - *m, *m);
+    const Lerp lerp(s.w1);
+    const float moment = __builtin_fmaf(lerp.weight, g - *m, lerp.from_grad ? g : *m);
     float square;
     if constexpr (Tail)
         square = __builtin_fmaf(s.b2, *v, (s.w2 * g) * g);

@@ -21,10 +21,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
-def scalars(step: int, coef: float = 1.0, lr: float = LR) -> tuple[float, ...]:
+def scalars(step: int, coef: float = 1.0, lr: float = LR, beta1: float = BETA1) -> tuple[float, ...]:
     """The kernel's eight scalars at `step` (1-based), in double."""
-    bias1, bias2 = 1 - BETA1**step, 1 - BETA2**step
-    return (1 - lr * DECAY, 1 - BETA1, BETA2, 1 - BETA2, EPS, lr / bias1, math.sqrt(bias2), coef)
+    bias1, bias2 = 1 - beta1**step, 1 - BETA2**step
+    return (1 - lr * DECAY, 1 - beta1, BETA2, 1 - BETA2, EPS, lr / bias1, math.sqrt(bias2), coef)
 
 
 def words_reference(data: bytes, offset: int) -> tuple[int, int]:
@@ -117,18 +117,18 @@ def test_norms_of_many_arrays_and_threads() -> None:
 # ---- adamw
 
 
-def train_both(size: int, steps: int, *, clip: bool, threads: int = 1) -> None:
+def train_both(size: int, steps: int, *, clip: bool, threads: int = 1, beta1: float = BETA1) -> None:
     generator = torch.Generator().manual_seed(size)
     p = torch.randn(size, generator=generator)
     m, v = torch.zeros(size), torch.zeros(size)
     oracle = torch.nn.Parameter(p.clone())
-    optimizer = torch.optim.AdamW([oracle], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, fused=True)
+    optimizer = torch.optim.AdamW([oracle], lr=LR, betas=(beta1, BETA2), eps=EPS, weight_decay=DECAY, fused=True)
     for step in range(1, steps + 1):
         grad = torch.randn(size, generator=generator) * 10.0 ** (step % 7 - 4)
         coef = float(torch.tensor(0.37 / step)) if clip else 1.0
         oracle.grad = grad * coef
         optimizer.step()
-        _native.adamw(p, m, v, grad, None, scalars(step, coef), threads)
+        _native.adamw(p, m, v, grad, None, scalars(step, coef, beta1=beta1), threads)
     state = optimizer.state[oracle]
     for ours, theirs in ((p, oracle.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
         assert torch.equal(bits(ours), bits(theirs)), size
@@ -138,6 +138,13 @@ def train_both(size: int, steps: int, *, clip: bool, threads: int = 1) -> None:
 def test_adamw_equals_torch_fused(clip: bool) -> None:
     for size in SIZES:
         train_both(size, 12, clip=clip)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.4999, 0.5, 0.5000001, 0.99])
+def test_adamw_for_any_beta1(beta1: float) -> None:
+    """torch's lerp starts from the gradient when its weight is a half or more."""
+    for size in (1, 7, 8, 13, 131, 1000):
+        train_both(size, 12, clip=True, beta1=beta1)
 
 
 def test_adamw_many_steps_and_threads() -> None:
@@ -218,6 +225,7 @@ def test_scalar_path_gives_the_same_bits() -> None:
     code = (
         "import test_native_math as t, torch; from tierzero import _native as n; assert n.adam_isa() == 'scalar'\n"
         "for s in [*range(1, 60), 1003]: t.train_both(s, 5, clip=True)\n"
+        "for s in (1, 13, 131): t.train_both(s, 5, clip=True, beta1=0.25)\n"
         "for d in t.DTYPES: t.test_norm_of_special_values(d, 1e-40); t.test_adamw_gradient_and_copy_types(d, d)\n"
         "t.test_copy_rounds_as_torch_for_any_bits(torch.float16)\n"
         "t.test_copy_rounds_as_torch_for_any_bits(torch.bfloat16)\n"

@@ -101,9 +101,7 @@ def _acquire(engine: Engine, unit: Unit, held: list[Unit]) -> None:
 
 
 def _let_go(engine: Engine, unit: Unit, *, changed: bool) -> None:
-    if unit.pins == 1:
-        unit.register_rest()
-    engine.pager.release(unit)
+    engine.pager.release(unit, register_rest=True)
     if changed:
         engine.pager.mark_stale(unit)
 

@@ -13,13 +13,14 @@ from torch import nn
 from tierzero.errors import ConfigError, StoreError, TierzeroError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
+from tierzero.layout import unit_layout
 from tierzero.loop import LoopThread
 from tierzero.malloc import SMALLEST, map_from
 from tierzero.metrics import Metrics
 from tierzero.native import NATIVE
 from tierzero.optim.streamed import StreamedStep
 from tierzero.pager import Pager
-from tierzero.partition import Part, Units, partition
+from tierzero.partition import Part, Units, enclosing, partition
 from tierzero.placement import Placement, UnitSize, place
 from tierzero.records import HostRecord
 from tierzero.store import Store
@@ -35,14 +36,10 @@ REGIONS = ("param", "frozen", "fp32")
 
 def unit_sizes(parts: Sequence[Part]) -> list[UnitSize]:
     """What placement needs to know of `parts`."""
-    from tierzero.layout import unit_layout
-
-    inside = [{id(module) for module in part.module.modules()} for part in parts]
     sizes = []
-    for index, part in enumerate(parts):
-        around = tuple(i for i, modules in enumerate(inside) if i != index and id(part.module) in modules)
+    for part, around in zip(parts, enclosing([part.module for part in parts]), strict=True):
         layout = unit_layout([spec_of(name, param) for name, param in zip(part.names, part.params, strict=True)])
-        sizes.append(UnitSize(part.name, layout, around))
+        sizes.append(UnitSize(part.name, layout, tuple(sorted(around))))
     return sizes
 
 
