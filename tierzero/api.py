@@ -46,7 +46,10 @@ def offload(
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of an offloaded model or of one of its submodules."""
+    """The engine of an offloaded model or of one of its submodules, closed or not."""
+    for engine in list(ENGINES):
+        if engine.model() is model:
+            return engine
     for param in model.parameters():
         place = place_of(param)
         if place is not None:
@@ -60,11 +63,22 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
+def _open_engine(model: nn.Module) -> Engine:
+    """The engine of an offloaded model; TierzeroError if it was closed."""
+    engine = engine_of(model)
+    if engine.closed:
+        raise TierzeroError(
+            f"the engine of this {type(model).__name__} was closed by tierzero.close(); build the model anew and "
+            "offload() that"
+        )
+    return engine
+
+
 def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     wanted = {id(inner) for inner in (module.modules() if recurse else [module])}
     return [
         unit
-        for unit in engine_of(module).units
+        for unit in _open_engine(module).units
         if any(id(owner) in wanted for slots in unit.slots for owner, _ in slots)
     ]
 
@@ -77,7 +91,7 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
     All of them must fit the device budget at once: for a large model do it module by module. After an exception nothing
     is written.
     """
-    engine = engine_of(module)
+    engine = _open_engine(module)
     units = _units_of(module, recurse)
     held: list[Unit] = []
     done = False
@@ -128,7 +142,7 @@ def initialize(model: nn.Module) -> None:
 
     Under the same torch seed the values equal those of the plain model reset in the same order on the CPU.
     """
-    engine = engine_of(model)
+    engine = _open_engine(model)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)) and not callable(
             getattr(module, "reset_parameters", None)
@@ -162,19 +176,19 @@ def initialize(model: nn.Module) -> None:
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make the method `name` of this module page its parameters in as `forward` does (`generate`, `encode`, ...)."""
-    engine_of(module).hooks.wrap_method(module, name)
+    _open_engine(module).hooks.wrap_method(module, name)
 
 
 def reset(model: nn.Module) -> None:
     """Forget a forward or backward that an exception (or Ctrl-C) cut short. The next forward of the whole model does
     this by itself.
     """
-    engine_of(model).hooks.reset()
+    _open_engine(model).hooks.reset()
 
 
 def synchronize(model: nn.Module) -> None:
     """Wait until every queued update has reached the tiers; raises what the first failed one raised."""
-    engine_of(model).pager.synchronize()
+    _open_engine(model).pager.synchronize()
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
@@ -198,12 +212,12 @@ def commit(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str, meta: dict[str, Any] | None = None
 ) -> None:
     """See tierzero.checkpoint.snapshot.commit."""
-    snapshot.commit(engine_of(model), optimizer, name, meta or {})
+    snapshot.commit(_open_engine(model), optimizer, name, meta or {})
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """See tierzero.checkpoint.snapshot.restore."""
-    return snapshot.restore(engine_of(model), optimizer)
+    return snapshot.restore(_open_engine(model), optimizer)
 
 
 def close(model: nn.Module) -> None:

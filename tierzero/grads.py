@@ -1,10 +1,10 @@
 """HostGrad: a published gradient in host memory, which waits for the engine before anybody reads or edits it.
 
-Note [gradients belong to the step until it is done] `step()` only queues the update, and the update reads the gradient
-later. Code that edits `.grad` in between (`model.zero_grad(set_to_none=False)`, say) would change a step that has
-already been taken. So a published gradient is a view of the unit's gradient buffer whose every operation first settles
-the unit: copies into it have landed and no queued update still needs it. One that writes also has a clip before it
-applied, which otherwise waits for the step.
+Note [gradients belong to the step until it is done]
+`step()` only queues the update, and the update reads the gradient later. Code that edits `.grad` in between
+(`model.zero_grad(set_to_none=False)`, say) would change a step that has already been taken. So a published gradient is
+a view of the unit's gradient buffer whose every operation first settles the unit: copies into it have landed and no
+queued update still needs it. One that writes also has a clip before it applied, which otherwise waits for the step.
 """
 
 from __future__ import annotations

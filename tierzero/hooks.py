@@ -1,25 +1,27 @@
 """When things move: module and autograd events become pager.acquire / release. With saved.py, all that knows autograd's
 internals.
 
-Note [forward] A unit module's forward pre-hook acquires its unit and registers the live parameters; its forward hook
-(`always_call`, so an exception runs it too) registers the rest parameters and releases. In between, the saved-tensor
-hooks of saved.py stand in for the unit's weights. What leaves the unit as a view of its storage (a module that returns
-rows of its own table) leaves as a copy: the bytes behind the view may go at any moment.
+Note [forward]
+A unit module's forward pre-hook acquires its unit and registers the live parameters; its forward hook (`always_call`,
+so an exception runs it too) registers the rest parameters and releases. In between, the saved-tensor hooks of saved.py
+stand in for the unit's weights. What leaves the unit as a view of its storage (a module that returns rows of its own
+table) leaves as a copy: the bytes behind the view may go at any moment.
 
-Note [backward] A hook on each output that requires a gradient makes the unit resident before its backward begins. A
-post-accumulate hook on each live parameter takes the gradient to the host at once, in autograd's own order, so that
-sums round as in the plain loop. Hooks on the inputs tell that the backward is over. No node is added to the graph: an
-identity function on the inputs would change the order in which their gradients are summed (and refuse in-place
-operations on them). All of these only say when bytes may leave; that they are there is the unpack hook's business. The
-live parameters are registered meanwhile: what a checkpoint inside the unit recomputes may use them without calling the
-unit's module.
+Note [backward]
+A hook on each output that requires a gradient makes the unit resident before its backward begins. A post-accumulate
+hook on each live parameter takes the gradient to the host at once, in autograd's own order, so that sums round as in
+the plain loop. Hooks on the inputs tell that the backward is over. No node is added to the graph: an identity function
+on the inputs would change the order in which their gradients are summed (and refuse in-place operations on them). All
+of these only say when bytes may leave; that they are there is the unpack hook's business. The live parameters are
+registered meanwhile: what a checkpoint inside the unit recomputes may use them without calling the unit's module.
 
-Note [recomputation] A forward that runs inside a backward (activation checkpointing) is not a use of its own: the
-backward's use has been counted already.
+Note [recomputation]
+A forward that runs inside a backward (activation checkpointing) is not a use of its own: the backward's use has been
+counted already.
 
-Note [cut short] KeyboardInterrupt passes forward hooks by, so frames may be left behind. The next forward of the root
-takes them for stale, unless the root is already running further up the Python stack (a model that calls itself,
-`generate`).
+Note [cut short]
+KeyboardInterrupt passes forward hooks by, so frames may be left behind. The next forward of the root takes them for
+stale, unless the root is already running further up the Python stack (a model that calls itself, `generate`).
 
 Private torch names used here, and why:
 - torch._C._current_graph_task_id: the only way to know that a forward runs inside a backward.

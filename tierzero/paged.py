@@ -1,9 +1,10 @@
 """Paged: the tensor at rest, with metadata in memory and bytes in a tier.
 
-Note [what a tensor at rest can do] `.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`,
-`to`, `float`, `cpu`, pickling, `copy_` from it) reads the bytes; `copy_` into it writes them. These are the operations
-that `state_dict`, `load_state_dict`, `torch.save` and `torch.distributed.checkpoint` use. Every other operation raises
-PagedOutError naming the tensor: a silent stand-in would broadcast into wrong results.
+Note [what a tensor at rest can do]
+`.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`, `to`, `float`, `cpu`, pickling,
+`copy_` from it) reads the bytes; `copy_` into it writes them. These are the operations that `state_dict`,
+`load_state_dict`, `torch.save` and `torch.distributed.checkpoint` use. Every other operation raises PagedOutError
+naming the tensor: a silent stand-in would broadcast into wrong results.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """What moves: drives units through their states within the device budget, on demand and ahead of it.
 
-Note [threads] `acquire` and `release` are called by whoever runs forward or backward (on CUDA, autograd's own thread);
-fetches run as coroutines on the loop thread. The lock guards every unit's pager fields. The loop thread evicts only
-units that nothing uses; a unit whose backward may still be going on is evicted only by an `acquire` (a hook boundary,
-where no kernel holds its bytes), never by a prefetch.
+Note [threads]
+`acquire` and `release` are called by whoever runs forward or backward (on CUDA, autograd's own thread); fetches run as
+coroutines on the loop thread. The lock guards every unit's pager fields. The loop thread evicts only units that nothing
+uses; a unit whose backward may still be going on is evicted only by an `acquire` (a hook boundary, where no kernel
+holds its bytes), never by a prefetch.
 
-Note [demand] A prefetch never takes room that a demand could not get back: what it fetched is evictable as soon as it
-has arrived. So a demand first evicts idle units (furthest next use first), then waits for prefetches on their way, then
-evicts units in backward, oldest first (saved weights come back through the unpack hook), and only then gives up with a
-BudgetError.
+Note [demand]
+A prefetch never takes room that a demand could not get back: what it fetched is evictable as soon as it has arrived. So
+a demand first evicts idle units (furthest next use first), then waits for prefetches on their way, then evicts units in
+backward, oldest first (saved weights come back through the unpack hook), and only then gives up with a BudgetError.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which modules are units, and which unit each parameter belongs to.
 
-Note [unit choice] By default every element of the model's outermost ModuleList and Sequential stacks is a unit; a large
-leaf module outside them (an embedding, an output head) is its own unit; the root takes what is left. An element that
-holds a third of the model or more and contains stacks itself (an encoder in a Sequential, say) is split further. A
-parameter belongs to the innermost unit whose module contains *all* its uses, so shared parameters are hoisted, never an
-error.
+Note [unit choice]
+By default every element of the model's outermost ModuleList and Sequential stacks is a unit; a large leaf module
+outside them (an embedding, an output head) is its own unit; the root takes what is left. An element that holds a third
+of the model or more and contains stacks itself (an encoder in a Sequential, say) is split further. A parameter belongs
+to the innermost unit whose module contains *all* its uses, so shared parameters are hoisted, never an error.
 """
 
 from __future__ import annotations

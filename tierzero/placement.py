@@ -1,5 +1,5 @@
-"""Pure arithmetic: unit layouts and byte budgets -> what lives where, the engine's buffers, and the smallest budgets
-that work.
+"""Pure arithmetic: unit layouts and byte budgets -> what lives where, buffer sizes, and the smallest budgets that
+work.
 
 Note [host budget]
 Everything the engine keeps in host memory comes out of one budget: gradients of all trainable parameters, the chunk

@@ -1,9 +1,10 @@
 """What autograd saves while a unit runs: its weights by name, everything else as it is. This is the page-fault net.
 
-Note [saved weights] A saved weight is kept as "this view of that unit": unpacking it makes the unit resident first,
-whatever was evicted since. Everything else goes to the hooks that were active outside (activation checkpointing's, a
-user's): pushing our own over them would switch non-reentrant checkpointing off. Tensors that nobody else packs are
-checked for in-place changes here, because autograd leaves that to whoever packs.
+Note [saved weights]
+A saved weight is kept as "this view of that unit": unpacking it makes the unit resident first, whatever was evicted
+since. Everything else goes to the hooks that were active outside (activation checkpointing's, a user's): pushing our
+own over them would switch non-reentrant checkpointing off. Tensors that nobody else packs are checked for in-place
+changes here, because autograd leaves that to whoever packs.
 
 `torch._C._autograd._top_saved_tensors_default_hooks` is private: the only way to reach the hooks that were active
 outside.

@@ -1,10 +1,10 @@
 """How bytes reach the device and gradients leave it: memcpy on the CPU, streams and events on CUDA, behind one class.
 
-Note [streams] Three streams: the user's compute stream, one for host-to-device and one for device-to-host copies. A
-unit's storage is allocated on the copy stream, so freed memory is reused there in order; before it is freed, the copy
-stream waits for the event of its last use on the compute stream. Compute waits for a unit's ready event, never the
-host. A gradient is copied out after an event on the compute stream, and whoever reads it on the host waits for its copy
-event first.
+Note [streams]
+Three streams: the user's compute stream, one for host-to-device and one for device-to-host copies. A unit's storage is
+allocated on the copy stream, so freed memory is reused there in order; before it is freed, the copy stream waits for
+the event of its last use on the compute stream. Compute waits for a unit's ready event, never the host. A gradient is
+copied out after an event on the compute stream, and whoever reads it on the host waits for its copy event first.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Unit: the parameters that move together: their flat storage, their live and rest forms, and their bytes in the tiers.
 
-Note [one storage, two forms] All live parameters of a unit view one resizable storage, built with `Tensor.set_` so that
-each has its own version counter. Paging in is `resize_(nbytes)` and a copy through the flat tensor; paging out is
-`resize_(0)`. Views that autograd saved share the storage, so they follow. `.data` swaps do not work (saved `weight.t()`
-keeps the old storage), and `.numpy()` must never be called on any of them (it makes the storage non-resizable). At rest
-each (module, name) slot holds a Parameter over Paged instead; every slot is written, so ties stay ties.
+Note [one storage, two forms]
+All live parameters of a unit view one resizable storage, built with `Tensor.set_` so that each has its own version
+counter. Paging in is `resize_(nbytes)` and a copy through the flat tensor; paging out is `resize_(0)`. Views that
+autograd saved share the storage, so they follow. `.data` swaps do not work (saved `weight.t()` keeps the old storage),
+and `.numpy()` must never be called on any of them (it makes the storage non-resizable). At rest each (module, name)
+slot holds a Parameter over Paged instead; every slot is written, so ties stay ties.
 
-Note [two facts] *Registered* (the live parameters stand in the modules) and *resident* (the storage holds bytes) are
-separate. A unit is registered while a forward that uses it runs; it stays resident until the pager wants the bytes for
-another.
+Note [two facts]
+*Registered* (the live parameters stand in the modules) and *resident* (the storage holds bytes) are separate. A unit is
+registered while a forward that uses it runs; it stays resident until the pager wants the bytes for another.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One unit's optimizer step as a read -> update -> write over its state record, native or in Python.
 
-Note [versions] Records in the store are never overwritten: the update reads the current version and writes new extents,
-and both (state and parameter copy) are published only when all bytes are written. An update that failed has changed
-nothing and may be run again; records in host memory are written as it goes, but from the old state alone, so running
-again gives the same bytes.
+Note [versions]
+Records in the store are never overwritten: the update reads the current version and writes new extents, and both (state
+and parameter copy) are published only when all bytes are written. An update that failed has changed nothing and may be
+run again; records in host memory are written as it goes, but from the old state alone, so running again gives the same
+bytes.
 """
 
 from __future__ import annotations
