@@ -32,7 +32,7 @@ def tierzero(
 ) -> subprocess.CompletedProcess[str]:
     """The command with `arguments`, to its end."""
     return subprocess.run(
-        [sys.executable, "-c", CODE, *arguments],
+        [sys.executable, "-P", "-c", CODE, *arguments],
         capture_output=True,
         text=True,
         env=env,
@@ -70,7 +70,7 @@ def interrupt(out: Path, *settings: str, flags: tuple[str, ...] = (), line: str,
     Returns (exit code, stdout, stderr). A run that ends before it prints such a line is left to end.
     """
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", CODE, *train_arguments(out, *settings, flags=flags)],
+        [sys.executable, "-P", "-u", "-c", CODE, *train_arguments(out, *settings, flags=flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

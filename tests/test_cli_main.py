@@ -28,7 +28,7 @@ def test_version_and_help_import_no_torch() -> None:
         "    CliRunner().invoke(app, arguments)\n"
         "print(sorted({'torch', 'numpy', 'psutil'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
 
 

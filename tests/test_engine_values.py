@@ -324,3 +324,29 @@ def test_buffers_and_modes(tmp_path: Path) -> None:
         for model in (plain.model, run.model):
             model.train()
         train_both([("", run)], plain, 1)
+
+
+def test_a_snapshot_holds_the_buffers(tmp_path: Path) -> None:
+    """Running statistics come back with the snapshot; a model with other buffers is told so."""
+
+    def build(width: int = 6) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+
+    tiers = tz.Tiers(nvme=tmp_path / "store", host="64MiB", device="64MiB", compute="cpu")
+    model = tz.offload(build(), tiers)
+    opt = tz.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, 4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    expected = {name: value.clone() for name, value in model.named_buffers()}
+    assert float(expected["1.running_mean"].abs().sum()) > 0
+    tz.commit(model, opt, "a", {})
+    tz.close(model)
+    again = tz.offload(build(), tiers, resume=True)
+    tz.restore(again, tz.AdamW(again.parameters()))
+    assert {name: value.tolist() for name, value in again.named_buffers()} == {k: v.tolist() for k, v in expected.items()}
+    with pytest.raises(TypeError, match="JSON"):
+        tz.commit(again, None, "b", {"rng": torch.get_rng_state()})
+    tz.close(again)

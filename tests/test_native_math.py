@@ -232,7 +232,7 @@ def test_scalar_path_gives_the_same_bits() -> None:
         "t.test_checksum_wraps_and_takes_torch()\n"
     )
     env = {**os.environ, "TIERZERO_ISA": "scalar", "PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=240)
+    subprocess.run([sys.executable, "-P", "-c", code], env=env, check=True, timeout=240)
 
 
 # ---- bad arguments

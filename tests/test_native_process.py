@@ -28,7 +28,7 @@ stepper.submit(64 * 1024, [], np.empty(0, np.uint8), state=state, out_file=(file
 
 
 def run(tmp_path: Path, code: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PRELUDE + code, str(tmp_path / "f")]
+    command = [sys.executable, "-P", "-c", PRELUDE + code, str(tmp_path / "f")]
     return subprocess.run(command, check=check, timeout=120, text=True, capture_output=True)
 
 

@@ -495,7 +495,7 @@ if child == 0 and sys.argv[2:] == ["fork"]:
 
 def holder(path: Path, *words: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", HOLD, str(path), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert int(process.stdout.readline()) == process.pid

@@ -65,7 +65,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, kind: str) -> None:
     committed = 0
     for _ in range(int(os.environ.get("TIERZERO_KILLS", "4"))):
         process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path / "store"), kind], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-c", CHILD, str(tmp_path / "store"), kind], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         lines = draw.randrange(1, 40)

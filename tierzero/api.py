@@ -111,10 +111,12 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
 def _acquire(engine: Engine, unit: Unit, held: list[Unit]) -> None:
     engine.pager.acquire(unit, train=False, record=False)
     held.append(unit)
+    unit.holds += 1
     unit.register_live()
 
 
 def _let_go(engine: Engine, unit: Unit, *, changed: bool) -> None:
+    unit.holds -= 1
     engine.pager.release(unit, register_rest=True)
     if changed:
         engine.pager.mark_stale(unit)

@@ -103,6 +103,8 @@ class Hooks:
         if not _in_backward():
             if (self.frames or self.graph_tasks or self.root_train is not None) and not _is_nested():
                 self.reset()
+            elif not self.frames:
+                self.pager.repin([])
             self.root_train = torch.is_grad_enabled()
         if self.pager.transfer.device.type != "cpu":
             args, kwargs = tree_map(self._to_device, (args, kwargs))
@@ -215,6 +217,7 @@ class Hooks:
             self._leave(self.frames.pop())
         self.graph_tasks.clear()
         self._end_backwards()
+        self.pager.repin([frame.unit for frame in self.frames if frame.acquired])
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

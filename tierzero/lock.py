@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import time
 import weakref
@@ -82,8 +83,9 @@ class DirectoryLock:
                 created = True
             except FileExistsError:
                 created = False
+                self._check_regular()
                 try:
-                    fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+                    fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 except FileNotFoundError:
                     continue  # its holder closed the store in between
             try:
@@ -110,6 +112,17 @@ class DirectoryLock:
                     ) from error
                 finally:
                     os.close(fd)
+
+    def _check_regular(self) -> None:
+        """StoreError for a lock that no store made: a link, a directory, a pipe."""
+        try:
+            mode = os.lstat(self.path).st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(mode):
+            raise StoreError(
+                f"{self.path} is not a regular file, so no store made it: remove it, or use another directory"
+            )
 
     def _is_current(self, fd: int) -> bool:
         try:

@@ -134,6 +134,17 @@ class Pager:
             for unit in list(self._backward.values()):
                 self.end_backward(unit)
 
+    def repin(self, running: list[Unit]) -> None:
+        """Only `running` forwards and `unsharded` blocks pin: an exception from a signal may have come in mid-air."""
+        with self.lock:
+            self._kicked = False
+            for unit in list(self._resident.values()):
+                pins = unit.holds + running.count(unit)
+                if unit.pins != pins:
+                    unit.pins = pins
+                    if not pins and not unit.in_backward:
+                        unit.register_rest()
+
     # -- steps and changes at rest -------------------------------------------------------------------------------------
 
     def end_step(self) -> None:

@@ -101,6 +101,7 @@ class Unit:
         # the pager's
         self.residency = State.REST
         self.pins = 0
+        self.holds = 0  # how many of them are `unsharded` blocks
         self.registered = False
         self.in_backward = False
         self.backward_tokens = 0

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 
 from tierzero.engine import Engine
 from tierzero.errors import StoreError
+from tierzero.paged import Paged
+
+BUFFERS = "buffers"  # the record that holds the model's persistent buffers, as safetensors
 
 
 def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, meta: dict[str, Any]) -> None:
-    """Commit parameters, optimizer states and step counts as snapshot `name`, with `meta` (JSON values). It replaces
-    the snapshot before it.
+    """Commit parameters, persistent buffers, optimizer states and step counts as snapshot `name`, with `meta` (JSON
+    values). It replaces the snapshot before it.
 
     Waits for queued updates first. Costs the bytes of records in host memory and a flush; records on NVMe are pinned
     where they are.
@@ -23,6 +28,14 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
             "commit() needs Tiers(nvme=DIRECTORY): a snapshot lies in its store. Use torch.save(model.state_dict(), "
             "path) without one"
         )
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the meta values of a snapshot must be JSON (numbers, strings, lists, dicts): {error}. Turn tensors into "
+            "lists, "
+            "such as torch.get_rng_state().tolist()"
+        ) from error
     engine.pager.synchronize()
     engine.reserve_for_snapshot()
     own = {
@@ -33,10 +46,17 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
         else [],
     }
 
+    buffers = {key: value.detach().cpu().clone().contiguous() for key, value in _buffers(engine).items()}
+
     async def write() -> None:
         flushed: list[str] = []
         try:
-            flushed = await engine.homes.flush_host(engine.units)
+            if buffers:
+                raw = torch.frombuffer(bytearray(save(buffers)), dtype=torch.uint8)
+                engine.metrics.add("nvme_written_expected", raw.numel())
+                await store.put(BUFFERS, raw)
+                flushed.append(BUFFERS)
+            flushed += await engine.homes.flush_host(engine.units)
             await store.snapshot(name, {**meta, "engine": own})
         finally:
             for record in flushed:
@@ -46,14 +66,21 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
 
 
 def restore(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Put the step counts and hyper-parameters of the snapshot opened by offload(resume=...) back; returns the `meta`
-    given to commit.
+    """Put the buffers, step counts and hyper-parameters of the snapshot opened by offload(resume=...) back; returns the
+    `meta` given to commit.
     """
     store = engine.store
     if store is None or store.resumed is None:
         raise StoreError("restore() needs a model offloaded with resume=True or resume=NAME")
     meta = dict(store.resumed.meta)
     own = meta.pop("engine")
+    if optimizer is not None and len(optimizer.param_groups) != len(own["groups"]):
+        raise ValueError(
+            f"the snapshot has {len(own['groups'])} parameter groups and this optimizer "
+            f"{len(optimizer.param_groups)}: build "
+            "it over the same groups"
+        )
+    _restore_buffers(engine)
     for unit in engine.units:
         unit.steps[:] = own["steps"][unit.name]
     if optimizer is not None:
@@ -64,3 +91,35 @@ def restore(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str
                 if param in optimizer.state:
                     optimizer.state[param]["step"].fill_(unit.steps[index])
     return meta
+
+
+def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
+    """The model's persistent buffers by name."""
+    model = engine.model()
+    if model is None:
+        return {}
+    state = model.state_dict(keep_vars=True)
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in params and isinstance(value, torch.Tensor) and not isinstance(value, Paged)
+    }
+
+
+def _restore_buffers(engine: Engine) -> None:
+    store = engine.store
+    assert store is not None
+    if BUFFERS not in store.current:
+        return
+    raw = torch.empty(store.current[BUFFERS].nbytes, dtype=torch.uint8)
+    engine.run(store.read(BUFFERS, 0, raw))
+    engine.metrics.add("nvme_read_expected", raw.numel())
+    saved = load(bytes(raw.numpy()))
+    now = _buffers(engine)
+    if saved.keys() != now.keys() or any(saved[name].shape != now[name].shape for name in saved):
+        differing = sorted(saved.keys() ^ now.keys()) or [n for n in saved if saved[n].shape != now[n].shape]
+        raise StoreError(f"the snapshot was written by a model with other buffers (first difference: {differing[0]})")
+    with torch.no_grad():
+        for name, value in saved.items():
+            now[name].copy_(value)

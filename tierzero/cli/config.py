@@ -80,7 +80,7 @@ class DataSection(Section):
 class TrainSection(Section):
     """The loop. `sample` is the number of tokens generated at the end."""
 
-    steps: Positive = 60
+    steps: Positive = 40
     lr: Annotated[float, Field(gt=0)] | None = None
     warmup: Annotated[int, Field(ge=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -91,7 +91,7 @@ class TrainSection(Section):
     out: PathValue = Path("runs/demo")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     recompute: bool = True
-    sample: Annotated[int, Field(ge=0)] = 200
+    sample: Annotated[int, Field(ge=0)] = 100
     log_every: Positive = 5
 
 

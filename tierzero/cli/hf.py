@@ -81,8 +81,8 @@ class HuggingFaceTask:
         out: Tensor = model(input_ids=tokens, labels=tokens).loss
         return out
 
-    def next_logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        out: Tensor = model(input_ids=tokens).logits[0, -1]
+    def next_logits(self, model: nn.Module, tokens: Tensor, last: int) -> Tensor:
+        out: Tensor = model(input_ids=tokens).logits[0, last]
         return out
 
     def prompt(self) -> list[int]:

@@ -22,8 +22,10 @@ def generate(
     try:
         with torch.no_grad():
             for _ in range(length):
-                seen = torch.tensor([tokens[-context:]])
-                logits = task.next_logits(model, seen).float().cpu()
+                seen = tokens[-context:]
+                # padded behind to one length: a causal model does not see it, and one shape is planned for once
+                padded = torch.tensor([seen + [seen[-1]] * (context - len(seen))])
+                logits = task.next_logits(model, padded, len(seen) - 1).float().cpu()
                 chances = torch.softmax(logits / temperature, dim=-1)
                 tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     finally:

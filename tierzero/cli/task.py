@@ -42,8 +42,8 @@ class Task(Protocol):
         """Mean cross entropy (fp32 scalar) of predicting tokens [batch, sequence + 1] from those before."""
         ...
 
-    def next_logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Logits [vocab] of the token after tokens [1, time]."""
+    def next_logits(self, model: nn.Module, tokens: Tensor, last: int) -> Tensor:
+        """Logits [vocab] of the token after position `last` of tokens [1, time]; the ones behind it do not matter."""
         ...
 
     def prompt(self) -> list[int]:
@@ -91,8 +91,8 @@ class DecoderTask:
         out: Tensor = model(tokens[:, :-1], tokens[:, 1:])
         return out
 
-    def next_logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        out: Tensor = model(tokens)[0, -1]
+    def next_logits(self, model: nn.Module, tokens: Tensor, last: int) -> Tensor:
+        out: Tensor = model(tokens)[0, last]
         return out
 
     def prompt(self) -> list[int]:

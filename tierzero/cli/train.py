@@ -27,6 +27,8 @@ from tierzero.cli.task import Task, open_task
 from tierzero.cli.trainer import Trainer, seed_everything
 from tierzero.errors import ConfigError
 
+CONTEXT = 64  # tokens that the sample at the end sees back
+
 
 def run(config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: bool) -> None:
     """The whole command. Raises ConfigError, other TierzeroError or OSError with a sentence."""
@@ -115,12 +117,15 @@ class Session:
         text = ""
         if train.sample:
             self.view.phase(f"generating {train.sample} tokens")
-            text = self.task.text(generate(self.task, self.model, train.sample, self.config.data.sequence, train.seed))
+            text = self.task.text(
+                generate(self.task, self.model, train.sample, min(self.config.data.sequence, CONTEXT), train.seed)
+            )
             write_atomically(out / "sample.txt", text + "\n")
         self.view.phase(f"exporting to {out / 'export'}")
         make_directory(out / "export")
         tz.export_safetensors(self.model, out / "export" / "model.safetensors")
         self.task.export_files(out / "export")
+        summary["rss_peak"] = memory.resident_peak()  # sampling and export included
         write_json(out / "summary.json", summary)
         print_summary(self.console, summary, text, out)
 

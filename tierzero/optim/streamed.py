@@ -86,7 +86,6 @@ class StreamedStep:
             new_param: Extent | None = None
             if isinstance(state.record, DiskRecord):
                 extents.append(new_state := self._room(state.record))
-                self.metrics.add("nvme_read_expected", state.record.nbytes)
             if isinstance(param, DiskRecord):
                 extents.append(new_param := self._room(param))
             run = self._native if self.stepper is not None else self._python
@@ -122,6 +121,7 @@ class StreamedStep:
             segments.append((place.elem, place.spec.numel, grad, place.spec.dtype, out, place.spec.dtype, *scalars))
         where: dict[str, Any] = {}
         if new_state is not None:
+            self.metrics.add("nvme_read_expected", state.record.nbytes)
             file = self.store.file.native  # type: ignore[union-attr]
             where["src"] = (file, self.store.current[state.record.name].offset)  # type: ignore[union-attr]
             where["dst"] = (file, new_state.offset)
