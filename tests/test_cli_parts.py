@@ -71,8 +71,8 @@ def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_resuming_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
     log_steps(tmp_path, range(1, 8))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe garbage\n" + b'{"step": 8, "lo')
     log_steps(tmp_path, range(5, 7), after=4)
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             try:
                 line = json.loads(text)
