@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from oracle import PLACEMENTS, Plain, Tiered, batches, loss_of, make, tiered, ti
 from torch import nn
 
 import tierzero as tz
+from tierzero.api import engine_of
 from tierzero.unit import State
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
@@ -212,3 +215,43 @@ def test_two_hundred_units(tmp_path: Path) -> None:
     with tiered(model, tiers_for(model, "nvme", tmp_path)) as run:
         train_both([("", run)], plain, 3, clip=lambda step, norm: norm * 0.5)
         assert tz.stats(model)["units"] >= 200
+
+
+def test_a_forked_child_leaves_everything_to_its_parent(tmp_path: Path) -> None:
+    """A child ends at once, and a read in it is a sentence; the parent goes on."""
+    code = (
+        "import os, sys, torch, tierzero as tz\n"
+        "tiers = tz.Tiers(nvme=sys.argv[1], host='64MiB', device='1MiB')\n"
+        "model = tz.offload(torch.nn.Sequential(torch.nn.Linear(4, 4)), tiers)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    try:\n"
+        "        model[0].weight.clone()\n"
+        "    except tz.TierzeroError as error:\n"
+        "        sys.exit(7 if 'forked child' in str(error) else 8)\n"
+        "    sys.exit(9)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\n"
+        "assert model(torch.ones(1, 4)).shape == (1, 4)\n"
+        "tz.close(model)\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path / "store")], check=True, timeout=120)
+
+
+def test_a_fetch_that_never_started_is_started_again(tmp_path: Path) -> None:
+    """An exception from a signal may come between marking a unit as on its way and starting the fetch."""
+    model = make(Net)
+    tz.offload(model, tiers_for(model, "nvme", tmp_path / "store"))
+    engine = engine_of(model)
+    engine.pager.depth = 0
+    unit = engine.units[0]
+    with engine.pager.lock:
+        if unit.residency is State.REST:
+            unit.become(State.FETCHING)
+            engine.pager._resident[unit.uid] = unit
+            engine.metrics.device(unit.layout.flat_bytes)
+    unit.pins += 1  # and a pin that nobody will give back
+    (batch,) = batches(1)
+    first = loss_of(model, batch)
+    assert torch.equal(first, loss_of(model, batch))
+    assert unit.pins == 0
+    tz.close(model)

@@ -41,6 +41,7 @@ ROWS = [
 INSIDE = {
     "layout": {"errors"},
     "extents": {"layout"},
+    "loop": {"errors"},
     "checksum": set(),
     "manifest": {"checksum"},
     "directory": set(),

@@ -195,3 +195,12 @@ def test_any_tree(model: nn.Module, random: Any) -> None:
     check_cover(model, parts)
     chosen = [part.module for part in parts if part.module is not model]
     assert not any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in chosen)
+
+
+def test_a_module_inside_two_units_is_hoisted() -> None:
+    """Its parameters belong to what contains both."""
+    shared = nn.Linear(3, 3)
+    root = nn.Sequential(nn.Sequential(nn.Linear(3, 3), shared), nn.Sequential(shared, nn.Linear(3, 3)))
+    parts = partition(root)
+    (owner,) = [part for part in parts if any(param is shared.weight for param in part.params)]
+    assert owner.module is root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Coroutine, Sequence
 from functools import partial
@@ -72,10 +73,10 @@ class Engine:
         try:
             self._build(model, parts, directory, resume, overwrite)
         except BaseException:
-            _take_apart(self._undo)
+            _take_apart(self._undo, os.getpid())
             raise
         ENGINES.add(self)
-        self._finalizer = weakref.finalize(self, _take_apart, self._undo)
+        self._finalizer = weakref.finalize(self, _take_apart, self._undo, os.getpid())
 
     # -- building
     # --------------------------------------------------------------------------------------------------------
@@ -255,8 +256,12 @@ class Engine:
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def _take_apart(undo: list[Any]) -> None:
-    """Close what an engine had opened, last first. Also runs when a model is dropped without close(), and at exit."""
+def _take_apart(undo: list[Any], pid: int) -> None:
+    """Close what an engine had opened, last first. Also runs when a model is dropped without close(), and at exit; a
+    forked child leaves everything to its parent.
+    """
+    if os.getpid() != pid:
+        return
     while undo:
         undo.pop()()
 

@@ -63,7 +63,13 @@ class HostGrad(torch.Tensor):
         _use(args, _writes(func.__name__))
         _use(tuple(kwargs.values()), "out" in kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            first = args[0] if args else None
+            if type(result) is torch.Tensor and isinstance(first, HostGrad) and result.numel():
+                if result.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+                    return result
+                return cls.over(result, first.use)  # a view: the same bytes, the same care
+            return result
 
 
 def _no_more(changes: bool) -> None:

@@ -150,8 +150,9 @@ class Hooks:
         unit.register_live()
         if torch.is_grad_enabled():
             self._watch_inputs(unit, args, kwargs)
-        frame.net = net(self.by_storage, self.fault)  # without gradients too: the forward may switch them on inside
-        frame.net.__enter__()
+        hooks = net(self.by_storage, self.fault)  # without gradients too: the forward may switch them on inside
+        hooks.__enter__()
+        frame.net = hooks
 
     def _post_forward(self, unit: Unit, output: Any) -> Any:
         if not any(frame.unit is unit for frame in self.frames):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from tierzero.errors import TierzeroError
 
 T = TypeVar("T")
 
@@ -18,6 +21,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
+        self._pid = os.getpid()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -29,7 +33,13 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `coroutine` on the loop and return its future."""
+        """Start `coroutine` on the loop; its future. TierzeroError in a forked child, which has no loop thread."""
+        if os.getpid() != self._pid:
+            coroutine.close()
+            raise TierzeroError(
+                "an offloaded model cannot be used in a forked child: its engine runs in the parent. Read what the "
+                "child needs before forking, or start the child with the spawn method"
+            )
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -45,7 +55,7 @@ class LoopThread:
 
     def close(self) -> None:
         """Stop the loop after what is already due, and join the thread."""
-        if not self._thread.is_alive() or self.inside:
+        if os.getpid() != self._pid or not self._thread.is_alive() or self.inside:
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()

@@ -19,12 +19,12 @@ import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
-from tierzero.errors import BudgetError, TierzeroError
+from tierzero.errors import TierzeroError
 from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
 from tierzero.partition import enclosing
+from tierzero.placement import device_too_small
 from tierzero.schedule import Trace, choose_victims, prefetch_order
-from tierzero.sizes import format_size
 from tierzero.transfer import Transfer
 from tierzero.unit import State, Unit
 from tierzero.updates import Update, UpdateQueue
@@ -110,9 +110,9 @@ class Pager:
         with self.lock:
             unit.register_live()
             unit.pins -= 1
-            unit.in_backward = True
             self._backward.pop(unit.uid, None)
             self._backward[unit.uid] = unit
+            unit.in_backward = True
 
     def end_backward(self, unit: Unit) -> None:
         """The unit's backward is over (as far as anybody can tell)."""
@@ -239,6 +239,8 @@ class Pager:
             with self.lock:
                 if unit.residency is State.READY:
                     return
+                if unit.residency is State.FETCHING and unit.arrival is None:
+                    self._evict(unit)  # an exception from a signal came between the two: nothing is on its way
                 waiting: Unit | None = None
                 if unit.residency is State.REST:
                     if self._make_room(unit):
@@ -248,7 +250,9 @@ class Pager:
                             (u for u in self._resident.values() if u.residency is State.FETCHING and not u.pins), None
                         )
                         if waiting is None and not self._force(unit):
-                            raise self._too_small(unit)
+                            held = {u.name: u.layout.flat_bytes for u in self._resident.values() if u.pins}
+                            reserve = self.metrics.device_budget - self.budget
+                            raise device_too_small(unit.name, unit.layout.flat_bytes, self.budget, held, reserve)
                 arrival = (waiting or unit).arrival if waiting is not None or unit.residency is State.FETCHING else None
             if arrival is not None:
                 cause = "stall_update_s" if unit.pending is not None else "stall_fetch_s"
@@ -284,18 +288,8 @@ class Pager:
                 return True
         return False
 
-    def _too_small(self, unit: Unit) -> BudgetError:
-        pinned = [u for u in self._resident.values() if u.pins]
-        need = sum(u.layout.flat_bytes for u in pinned if u is not unit) + unit.layout.flat_bytes
-        need += self.metrics.device_budget - self.budget
-        names = ", ".join(u.name for u in pinned if u is not unit) or "nothing"
-        return BudgetError(
-            f"unit {unit.name} ({format_size(unit.layout.flat_bytes)}) does not fit the device budget of "
-            f"{format_size(self.budget)} for parameters while {names} must stay; "
-            f"a device budget of at least {format_size(need)} ({need} bytes) works here"
-        )
-
     def _start(self, unit: Unit) -> None:
+        unit.arrival = None
         unit.become(State.FETCHING)
         self._resident[unit.uid] = unit
         self.metrics.device(unit.layout.flat_bytes)
@@ -343,7 +337,11 @@ class Pager:
         """Look ahead soon, once for any number of calls."""
         if not self._kicked and not self._closed:
             self._kicked = True
-            self.loop.call(self._look_ahead)
+            try:
+                self.loop.call(self._look_ahead)
+            except BaseException:
+                self._kicked = False
+                raise
 
     def _look_ahead(self) -> None:
         with self.lock:

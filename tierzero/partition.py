@@ -45,22 +45,21 @@ def partition(root: nn.Module, units: Units | None = None) -> list[Part]:
             names[id(module)] = name or type(root).__name__
             modules[id(module)] = module
     depth: dict[int, int] = {key: len(list(module.modules())) for key, module in modules.items()}
-    containing: dict[int, set[int]] = {}
-    for key, module in modules.items():
-        for inner in module.modules():
-            containing.setdefault(id(inner), set()).add(key)
-
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     params: dict[int, tuple[str, nn.Parameter]] = {}
-    for prefix, module in root.named_modules():
+    common: dict[int, set[int]] = {}  # the units around every path to a parameter: a module may have several paths
+    around: dict[str, set[int]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        around[prefix] = around[prefix.rpartition(".")[0]] | {id(module)} & modules.keys() if prefix else {id(root)}
         for attribute, param in module._parameters.items():
             if param is not None:
-                uses.setdefault(id(param), []).append((module, attribute))
+                if (module, attribute) not in uses.setdefault(id(param), []):
+                    uses[id(param)].append((module, attribute))
                 params.setdefault(id(param), (f"{prefix}.{attribute}" if prefix else attribute, param))
+                common[id(param)] = common.get(id(param), around[prefix]) & around[prefix]
     parts = {key: Part(names[key], module, [], [], []) for key, module in modules.items()}
     for pid, (name, param) in params.items():
-        common = set.intersection(*(containing[id(module)] for module, _ in uses[pid]))
-        part = parts[min(common, key=lambda key: depth[key])]
+        part = parts[min(common[pid], key=lambda key: depth[key])]
         part.params.append(param)
         part.names.append(name)
         part.slots.append(uses[pid])

@@ -141,3 +141,13 @@ def device_needs(units: Sequence[UnitSize]) -> tuple[int, int]:
         grads = sorted((place.spec.nbytes for place in unit.layout.places if place.grad >= 0), reverse=True)
         reserve = max(reserve, sum(grads[:2]))
     return chain + reserve, reserve
+
+
+def device_too_small(name: str, nbytes: int, budget: int, held: dict[str, int], reserve: int) -> BudgetError:
+    """The error for unit `name` of `nbytes` that finds no room beside the `held` units; names the budget that works."""
+    need = nbytes + reserve + sum(size for other, size in held.items() if other != name)
+    names = ", ".join(other for other in held if other != name) or "nothing"
+    return BudgetError(
+        f"unit {name} ({format_size(nbytes)}) does not fit the device budget of {format_size(budget)} for parameters "
+        f"while {names} must stay; a device budget of at least {format_size(need)} ({need} bytes) works here"
+    )

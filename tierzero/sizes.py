@@ -57,6 +57,8 @@ def parse_size(value: int | float | str, *, of: int | None = None, what: str = "
             f"{what} {value!r} has the unknown unit {match.group(2)!r}; "
             'use one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or "%"'
         )
+    if number * _UNITS[unit] == float("inf"):
+        raise ValueError(f"{what} {value!r} is more bytes than can be counted")
     return int(number * _UNITS[unit])
 
 

@@ -141,11 +141,11 @@ class Unit:
             self.live.append(live)
             self.rest.append(rest)
         storage.resize_(0)
-        if self.grad_block is not None:
-            for index, place in enumerate(self.layout.places):
-                if place.grad >= 0:
-                    raw = self.grad_block.tensor[place.grad : place.grad + place.spec.nbytes]
-                    self.grad_views[index] = raw.view(params[index].dtype).view(params[index].shape)
+        grads = self.grad_block.tensor if self.grad_block is not None else torch.empty(0, dtype=torch.uint8)
+        for index, place in enumerate(self.layout.places):
+            if place.grad >= 0:
+                raw = grads[place.grad : place.grad + place.spec.nbytes]
+                self.grad_views[index] = raw.view(params[index].dtype).view(params[index].shape)
         self.settle = settle
 
     # -- registered ----------------------------------------------------------------------------------------------------
