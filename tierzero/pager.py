@@ -239,8 +239,10 @@ class Pager:
             with self.lock:
                 if unit.residency is State.READY:
                     return
-                if unit.residency is State.FETCHING and unit.arrival is None:
-                    self._evict(unit)  # an exception from a signal came between the two: nothing is on its way
+                for other in [
+                    u for u in self._resident.values() if u.residency is State.FETCHING and u.arrival is None
+                ]:
+                    self._evict(other)  # an exception from a signal came in between: nothing is on its way
                 waiting: Unit | None = None
                 if unit.residency is State.REST:
                     if self._make_room(unit):
@@ -293,9 +295,10 @@ class Pager:
         unit.become(State.FETCHING)
         self._resident[unit.uid] = unit
         self.metrics.device(unit.layout.flat_bytes)
-        unit.arrival = self.loop.submit(self._fetch(unit))
+        unit.fetch = token = object()
+        unit.arrival = self.loop.submit(self._fetch(unit, token))
 
-    async def _fetch(self, unit: Unit) -> None:
+    async def _fetch(self, unit: Unit, token: object) -> None:
         try:
             self.transfer.allocate(unit)
             while True:
@@ -303,13 +306,16 @@ class Pager:
                 version = unit.version
                 await self.transfer.load(unit)
                 with self.lock:
+                    if unit.fetch is not token:
+                        return  # given up meanwhile
                     if unit.version == version:
                         unit.become(State.READY)
                         break
         except BaseException:
             with self.lock:
-                unit.become(State.REST)
-                self._forget(unit)
+                if unit.fetch is token:
+                    unit.become(State.REST)
+                    self._forget(unit)
             raise
         self._kick()
 
@@ -322,6 +328,7 @@ class Pager:
 
     def _forget(self, unit: Unit) -> None:
         self._resident.pop(unit.uid, None)
+        unit.fetch = None
         if unit.in_backward:
             self._leave_backward(unit)
         self.transfer.free(unit)

@@ -107,6 +107,7 @@ class Unit:
         self.backward_tokens = 0
         self.version = 0
         self.arrival: concurrent.futures.Future[None] | None = None
+        self.fetch: object | None = None  # which fetch is under way
         self.pending: Any = None  # the queued update that the next use waits for
         self.prefetched = False
         self.ready_event: Any = None
