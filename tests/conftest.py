@@ -9,6 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tierzero.native import NATIVE
+
+collect_ignore_glob = [] if NATIVE is not None else ["test_native_*.py"]
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
