@@ -124,7 +124,7 @@ class Tiered:
                 assert size == (0 if unit.residency is State.REST else unit.layout.flat_bytes), unit.name
         assert engine.arena.peak <= engine.metrics.host_budget
         assert not engine.hooks.frames
-        assert not engine.hooks.graph_tasks
+        assert not engine.hooks.backward.tasks
 
 
 async def _turn() -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierzero.unit import LiveParameter, Unit
+from tierzero.live import LiveParameter
+from tierzero.unit import Unit
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "

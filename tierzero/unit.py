@@ -27,6 +27,7 @@ from torch import nn
 from tierzero.errors import TierzeroError
 from tierzero.grads import HostGrad
 from tierzero.layout import ParamSpec, UnitLayout, unit_layout
+from tierzero.live import live_parameter
 from tierzero.paged import Paged
 from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.tiers.host import Block
@@ -51,18 +52,6 @@ LEGAL = {
     (State.FETCHING, State.REST),
     (State.READY, State.REST),
 }
-
-
-class LiveParameter(nn.Parameter):
-    """A parameter whose bytes may have left: tracebacks, debuggers and test runners print what they find, and reading
-    freed bytes is a crash.
-    """
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        storage = self.untyped_storage()
-        if storage.nbytes() < (self.storage_offset() + self.numel()) * self.element_size():
-            return f"LiveParameter(shape={tuple(self.shape)}, dtype={self.dtype}, paged out)"
-        return str(super().__repr__())
 
 
 def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
@@ -130,10 +119,7 @@ class Unit:
         storage.resize_(self.layout.flat_bytes)
         self.flat.set_(storage, 0, (self.layout.flat_bytes,), (1,))
         for index, (param, place) in enumerate(zip(params, self.layout.places, strict=True)):
-            view = torch.empty(0, dtype=param.dtype, device=device)
-            offset = self.layout.flat_offset(place) // param.element_size() if param.numel() else 0
-            view.set_(storage, offset, param.shape, _strides(param.shape))
-            live = LiveParameter(view, requires_grad=param.requires_grad)
+            live = live_parameter(param, storage, self.layout.flat_offset(place), device)
             rest = nn.Parameter(
                 Paged(ParamSource(self, index), param.shape, param.dtype), requires_grad=param.requires_grad
             )
@@ -338,15 +324,6 @@ class ParamSource:
 
     def write(self, value: torch.Tensor) -> None:
         self.unit.at_rest(self.unit.write_param(self.index, value), changes=True)
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _touch(unit: weakref.ref[Unit], index: int, changes: bool) -> None:
