@@ -29,10 +29,10 @@ ROWS = [
         "versions",
         "store",
     },
-    {"paged", "grads", "records", "live"},
+    {"paged", "grads", "records", "live", "pins", "states"},
     {"unit", "partition", "placement"},
     {"updates", "transfer", "homes"},
-    {"pager", "saved"},
+    {"residency", "pager", "saved"},
     {"hooks", "backward", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
@@ -54,12 +54,13 @@ INSIDE = {
     "blocks": {"tiers.base"},
     "versions": {"space", "blocks", "tiers.base"},
     "store": {"versions", "space", "directory", "tiers.base"},
+    "pager": {"residency"},
     "hooks": {"backward"},
     "optim.clip": {"optim.norms"},
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
-PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics"}  # no torch
+PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "pins", "states"}  # no torch
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

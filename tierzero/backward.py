@@ -40,7 +40,9 @@ class Backward:
     def __init__(self, units: list[Unit], pager: Pager, end_frames: Callable[[int], None]) -> None:
         self.pager = pager
         self.end_frames = end_frames
-        self.tasks: set[int] = set()
+        self.units = units
+        self.tasks: set[int] = set()  # the backwards going on
+        self.cut = False  # one was cut short, and what it left is not tidied up yet
         self._leaf_hooks: list[Any] = []
         # opaque to the compiler; not a decorator, because that would import it with this module
         self.pre_backward = torch.compiler.disable(self._pre_backward)
@@ -53,8 +55,18 @@ class Backward:
 
     def reset(self) -> None:
         """Forget backwards that were cut short."""
-        self.tasks.clear()
+        if self.unfinished:
+            for unit in self.units:
+                for live in unit.live:
+                    live.grad = None  # its hook had no time to take it, and the next one would be added to it
         self._end_backwards()
+        self.tasks.clear()
+        self.cut = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a backward is going on, or was cut short and left something."""
+        return self.cut or bool(self.tasks)
 
     def fault(self, unit: Unit) -> None:
         """A node is about to use a weight of `unit`."""
@@ -106,12 +118,21 @@ class Backward:
             self._leaf_hooks.append(handle)
 
     def ends(self, task: int) -> None:
-        """The backward with this graph task id is over, or was cut short."""
+        """The backward with this graph task id is over."""
         if task in self.tasks:
-            self.tasks.discard(task)
             self.end_frames(task)
-            if not self.tasks:
+            if self.tasks == {task}:
                 self._end_backwards()
+            self.tasks.discard(task)
+
+    def cut_short(self, task: int) -> None:
+        """The backward with this graph task id will never be over."""
+        if task in self.tasks:
+            self.cut = True
+            self.end_frames(task)
+            if self.tasks == {task}:
+                self.reset()
+            self.tasks.discard(task)
 
     def _end_backwards(self) -> None:
         for handle in self._leaf_hooks:
@@ -144,7 +165,9 @@ class Backward:
 
 
 class _BackwardEnd:
-    """Autograd calls it at the end of a backward; after an error it only drops it."""
+    """Autograd calls it at the end of a backward; after an error it only drops it. (An exception raised in __del__ is
+    lost: that of a signal handler too.)
+    """
 
     def __init__(self, backward: Backward, task: int) -> None:
         self.backward = backward
@@ -153,7 +176,9 @@ class _BackwardEnd:
     def __call__(self) -> None:
         self.backward.ends(self.task)
 
-    __del__ = __call__
+    def __del__(self) -> None:
+        if self.task in self.backward.tasks:
+            self.backward.cut_short(self.task)
 
 
 def _arrived(backward: weakref.ref[Backward], uid: int, index: int, live: torch.Tensor) -> None:

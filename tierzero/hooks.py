@@ -25,7 +25,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -36,12 +35,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tierzero.backward import Backward, in_backward
 from tierzero.errors import TierzeroError
 from tierzero.pager import Pager
-from tierzero.saved import net, unit_of
+from tierzero.pins import Pin
+from tierzero.saved import Net, unit_of
 from tierzero.unit import Unit
 
 
-class _Frame:
-    """One running forward of a unit's module."""
+class _Frame(Pin):
+    """One running forward of a unit's module. Leaving it twice is leaving it once."""
 
     __slots__ = ("acquired", "net", "task", "train", "unit")
 
@@ -50,7 +50,7 @@ class _Frame:
         self.train = train
         self.task = torch._C._current_graph_task_id()  # the backward that recomputes it, or -1
         self.acquired = False
-        self.net: AbstractContextManager[object] | None = None
+        self.net: Net | None = None
 
 
 class Hooks:
@@ -84,7 +84,7 @@ class Hooks:
 
     def _enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not in_backward():
-            if (self.frames or self.backward.tasks or self.root_train is not None) and not _is_nested():
+            if (self.frames or self.backward.unfinished or self.root_train is not None) and not _is_nested():
                 self.reset()
             elif not self.frames:
                 self.pager.repin([])
@@ -125,41 +125,40 @@ class Hooks:
         frame = _Frame(unit, outer)
         self.frames.append(frame)  # whatever fails from here on, _post_forward finds its frame
         unit.check_given()
-        self.pager.acquire(unit, train=frame.train or inside, record=not (inside and unit.in_backward))
+        self.pager.acquire(unit, frame, train=frame.train or inside, record=not (inside and unit.in_backward))
         frame.acquired = True
         unit.register_live()
         if torch.is_grad_enabled():
             self.backward.watch_inputs(unit, args, kwargs)
-        hooks = net(
-            self.by_storage, self.backward.fault
-        )  # without gradients too: the forward may switch them on inside
-        hooks.__enter__()
-        frame.net = hooks
+        # without gradients too: the forward may switch them on inside
+        frame.net = Net(self.by_storage, self.backward.fault)
+        frame.net.enter()
 
     def _post_forward(self, unit: Unit, output: Any) -> Any:
         if not any(frame.unit is unit for frame in self.frames):
             return None
         while self.frames[-1].unit is not unit:
-            self._leave(self.frames.pop())
-        frame = self.frames.pop()
+            self._leave_last()
+        frame = self.frames[-1]
         changed = None
-        if frame.acquired and unit.pins == 1 and any(self._is_weight(unit, leaf) for leaf in tree_leaves(output)):
+        if frame.acquired and len(unit.pins) == 1 and any(self._is_weight(unit, leaf) for leaf in tree_leaves(output)):
             output = changed = tree_map(lambda leaf: leaf.clone() if self._is_weight(unit, leaf) else leaf, output)
         if frame.acquired and in_backward():
             self.pager.begin_backward(unit, record=False)
-        self._leave(frame)
+        self._leave_last()
         if frame.acquired:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     self.backward.watch_output(unit, tensor)
         return changed
 
-    def _leave(self, frame: _Frame) -> None:
-        """Undo what _pre_forward did."""
+    def _leave_last(self) -> None:
+        """Undo what _pre_forward did for the innermost frame."""
+        frame = self.frames[-1]
         if frame.net is not None:
-            frame.net.__exit__(None, None, None)
-        if frame.acquired:
-            self.pager.release(frame.unit, register_rest=True)
+            frame.net.leave()
+        self.pager.release(frame.unit, frame, register_rest=True)
+        self.frames.pop()
 
     def _is_weight(self, unit: Unit, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and unit_of(leaf, self.by_storage) is unit
@@ -186,7 +185,7 @@ class Hooks:
             finally:
                 self.floor = floor
                 while len(self.frames) > depth:  # an exception
-                    self._leave(self.frames.pop())
+                    self._leave_last()
 
         setattr(module, name, wrapped)
 
@@ -197,16 +196,16 @@ class Hooks:
         """Forget forwards and backwards that were cut short."""
         self.root_train = None
         while len(self.frames) > self.floor:
-            self._leave(self.frames.pop())
+            self._leave_last()
         self.backward.reset()
-        self.pager.repin([frame.unit for frame in self.frames if frame.acquired])
+        self.pager.repin(self.frames)
 
     def _end_frames(self, task: int) -> None:
         """The backward that recomputed in these frames is over."""
         for frame in [frame for frame in self.frames if frame.task == task]:
+            # autograd drops the saved-tensor hooks of a backward itself
+            self.pager.release(frame.unit, frame, register_rest=True)
             self.frames.remove(frame)
-            frame.net = None  # autograd drops the saved-tensor hooks of a backward itself
-            self._leave(frame)
 
 
 _CALL = nn.Module._call_impl.__code__

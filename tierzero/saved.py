@@ -13,7 +13,6 @@ outside.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -64,10 +63,33 @@ def unit_of(tensor: torch.Tensor, by_storage: Mapping[int, Unit]) -> Unit | None
     return None
 
 
-def net(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> AbstractContextManager[object]:
+class Net:
     """Saved-tensor hooks; see Note [saved weights]. `fault(unit)` must leave the unit resident; it is called when a
-    weight is unpacked.
+    weight is unpacked. Leaving twice, or what an exception from a signal kept from being entered, is harmless.
     """
+
+    __slots__ = ("_entered", "_hooks")
+
+    def __init__(self, by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> None:
+        self._hooks = _hooks(by_storage, fault)
+        self._entered = False
+
+    def enter(self) -> None:
+        """Push them onto autograd's stack."""
+        self._hooks.__enter__()
+        self._entered = True
+
+    def leave(self) -> None:
+        """Take one pair off: these; or, after an exception that passed module hooks by, those of a context outside,
+        which has taken these for its own.
+        """
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        entered, self._entered = self._entered, False
+        if entered or (top is not None and top[0] is self._hooks.pack_hook):
+            self._hooks.__exit__()
+
+
+def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> torch.autograd.graph.saved_tensors_hooks:
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: torch.Tensor) -> Any:

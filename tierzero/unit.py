@@ -14,8 +14,7 @@ registered while a forward that uses it runs; it stays resident until the pager 
 
 from __future__ import annotations
 
-import concurrent.futures
-import enum
+import asyncio
 import functools
 import weakref
 from collections.abc import Callable
@@ -29,29 +28,15 @@ from tierzero.grads import HostGrad
 from tierzero.layout import ParamSpec, UnitLayout, unit_layout
 from tierzero.live import live_parameter
 from tierzero.paged import Paged
+from tierzero.pins import Pins
 from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.states import LEGAL, State
 from tierzero.tiers.host import Block
 
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 AtRest = Callable[..., Any]
-
-
-class State(enum.Enum):
-    """Where the device bytes of a unit stand; `LEGAL` lists the transitions."""
-
-    REST = "rest"  # no bytes
-    FETCHING = "fetching"  # bytes taken, on their way
-    READY = "ready"  # bytes valid (on CUDA: once `ready_event` has passed)
-
-
-LEGAL = {
-    (State.REST, State.FETCHING),
-    (State.FETCHING, State.READY),
-    (State.FETCHING, State.REST),
-    (State.READY, State.REST),
-}
 
 
 def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
@@ -61,7 +46,7 @@ def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
 
 
 class Unit:
-    """See the notes above. Fields the pager changes are listed last; they are guarded by its lock."""
+    """See the notes above. Who may change the fields listed last is said in pager.py and residency.py."""
 
     def __init__(self, uid: int, name: str, module: nn.Module, params: list[nn.Parameter], names: list[str]) -> None:
         self.uid = uid
@@ -87,16 +72,14 @@ class Unit:
             None  # gradient norms, and what they were computed from
         )
         self.touched = False  # somebody has had their hands on the gradients
-        # the pager's
+        # what is resident and in use
         self.residency = State.REST
-        self.pins = 0
-        self.holds = 0  # how many of them are `unsharded` blocks
+        self.pins = Pins()
         self.registered = False
-        self.in_backward = False
-        self.backward_tokens = 0
+        self.live_registered = False  # or some of it: see register_live
+        self.in_backward = 0  # when its backward began, counted from 1; 0 if it is not in backward
         self.version = 0
-        self.arrival: concurrent.futures.Future[None] | None = None
-        self.fetch: object | None = None  # which fetch is under way
+        self.arrival: asyncio.Task[None] | None = None  # the fetch under way
         self.pending: Any = None  # the queued update that the next use waits for
         self.prefetched = False
         self.ready_event: Any = None
@@ -143,6 +126,7 @@ class Unit:
         Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for
         parameters that took our place.
         """
+        self.live_registered = True
         for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
             if live.requires_grad != rest.requires_grad:
                 if rest.requires_grad and self.layout.places[index].grad < 0:
@@ -167,11 +151,19 @@ class Unit:
                 if not self.registered or module._parameters.get(name) is live:
                     module._parameters[name] = rest
         self.registered = True
+        self.live_registered = False
 
     def let_go(self) -> None:
         """Drop the references to the model's modules, which keep their parameters."""
         self.slots = [[] for _ in self.slots]
         del self.module
+
+    def leave_backward(self) -> None:
+        """The unit is in backward no more; its rest parameters come back unless a forward uses it."""
+        if self.in_backward:
+            if not self.pins:
+                self.register_rest()
+            self.in_backward = 0
 
     # -- resident ------------------------------------------------------------------------------------------------------
 
