@@ -48,9 +48,8 @@ class Pager:
         order = [unit.uid for unit in units]
         self.trace = Trace(order + order[::-1])
         self.trace.begin_step()
-        self.residency = Residency(units, transfer, updates, metrics, self.trace, budget, depth)
+        self.residency = Residency(units, loop, transfer, updates, metrics, self.trace, budget, depth)
         self._ticks = itertools.count(1)  # numbers the beginnings of backward
-        self._kicked = False
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ class Pager:
         except BaseException:
             unit.pins.discard(pin)
             raise
-        self._kick()
+        self.residency.kick()
 
     def _check_open(self, unit: Unit) -> None:
         if self.residency.closed:
@@ -92,7 +91,7 @@ class Pager:
         if register_rest and not unit.in_backward and len(unit.pins) == (pin in unit.pins):
             unit.register_rest()
         unit.pins.discard(pin)
-        self._kick()
+        self.residency.kick()
 
     def begin_backward(self, unit: Unit, *, record: bool) -> None:
         """Make `unit` resident for backward. It is not pinned: see Note [demand]."""
@@ -107,7 +106,7 @@ class Pager:
         if unit.in_backward:
             self.transfer.after_use(unit)
             unit.leave_backward()
-        self._kick()
+        self.residency.kick()
 
     def end_all_backward(self) -> None:
         """No backward is going on any more."""
@@ -121,7 +120,7 @@ class Pager:
         """
         if self.loop.unfinished:
             self.loop.do(_nothing)
-        self._kicked = False
+        self.residency.kicked = False
         for unit in self.units:
             unit.pins.keep(running)
             if unit.live_registered and not unit.pins and not unit.in_backward:
@@ -149,7 +148,7 @@ class Pager:
             self.updates.put(jobs)
             self.trace.end_step()
             self.residency.drop_unused()
-            self.residency.look_ahead_soon()
+            self.residency.kick()
 
         self.loop.do(queue)
 
@@ -197,20 +196,6 @@ class Pager:
     def close(self) -> None:
         """Drop every device copy; later uses are refused."""
         self.loop.run(self.residency.close())
-
-    def _kick(self) -> None:
-        """Look ahead soon, once for any number of calls."""
-        if not self._kicked and not self.residency.closed:
-            self._kicked = True
-            try:
-                self.loop.call(self._look_ahead)
-            except BaseException:
-                self._kicked = False
-                raise
-
-    def _look_ahead(self) -> None:
-        self._kicked = False
-        self.residency.look_ahead()
 
 
 def _nothing() -> None:

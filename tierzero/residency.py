@@ -1,4 +1,4 @@
-"""What has bytes on the device: fetches and evicts units within the budget. Everything here runs on the loop thread.
+"""What has bytes on the device: fetches and evicts units within the budget. All but `kick` runs on the loop thread.
 
 Note [pins]
 The loop thread alone decides what is resident, so its decisions need no lock. A user of a unit adds its pin first and
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
 from tierzero.partition import enclosing
 from tierzero.pins import Pin
@@ -35,6 +36,7 @@ class Residency:
     def __init__(
         self,
         units: list[Unit],
+        loop: LoopThread,
         transfer: Transfer,
         updates: UpdateQueue,
         metrics: Metrics,
@@ -43,6 +45,7 @@ class Residency:
         depth: int | None,
     ) -> None:
         self.units = units
+        self.loop = loop
         self.transfer = transfer
         self.updates = updates
         self.metrics = metrics
@@ -50,6 +53,7 @@ class Residency:
         self.budget = budget
         self.depth = depth
         self.closed = False
+        self.kicked = False
         self._resident: dict[int, Unit] = {}  # has bytes: FETCHING or READY
         self._around = enclosing([unit.module for unit in units])
 
@@ -71,9 +75,10 @@ class Residency:
                     reserve = self.metrics.device_budget - self.budget
                     raise device_too_small(unit.name, unit.layout.flat_bytes, self.budget, held, reserve)
             else:
-                assert unit.arrival is not None
-                await asyncio.wait([unit.arrival])
-                unit.arrival.result()
+                arrival = unit.arrival
+                assert arrival is not None
+                await asyncio.wait([arrival])
+                arrival.result()
 
     def stale(self, unit: Unit) -> None:
         """The device copy no longer equals the bytes at rest."""
@@ -89,12 +94,19 @@ class Residency:
             if unit.prefetched and unit.residency is State.READY and far:
                 self._evict(unit)
 
-    def look_ahead_soon(self) -> None:
-        """Look ahead when the present request is served."""
-        asyncio.get_running_loop().call_soon(self.look_ahead)
+    def kick(self) -> None:
+        """Look ahead soon, once for any number of calls. From any thread."""
+        if not self.kicked and not self.closed:
+            self.kicked = True
+            try:
+                self.loop.call(self._look_ahead)
+            except BaseException:
+                self.kicked = False
+                raise
 
-    def look_ahead(self) -> None:
+    def _look_ahead(self) -> None:
         """Fetch what is used next, as far as the budget reaches."""
+        self.kicked = False
         if self.closed:
             return
         sizes, keep = self._residents()
@@ -170,7 +182,9 @@ class Residency:
             self._forget(unit)
             raise
         unit.become(State.READY)
-        self.look_ahead_soon()
+        if not unit.pins and not self.kicked:  # else whoever waits for it kicks, after it has gone on
+            self.kicked = True
+            asyncio.get_running_loop().call_soon(self._look_ahead)
 
     def _evict(self, unit: Unit, *, pinned_too: bool = False) -> bool:
         """Take the bytes of a READY unit; False if somebody pins it. See Note [pins]."""
