@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tierzero.api import close as close
     from tierzero.api import commit as commit
     from tierzero.api import initialize as initialize
+    from tierzero.api import no_sync as no_sync
     from tierzero.api import offload as offload
     from tierzero.api import register_forward_method as register_forward_method
     from tierzero.api import reset as reset
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 # loaded on first use: `tierzero --help` and `--version` need no torch
 _HOMES = {
-    "tierzero.api": "close commit initialize offload register_forward_method reset restore stats synchronize unsharded",
+    "tierzero.api": "close commit initialize no_sync offload register_forward_method reset restore stats synchronize "
+    "unsharded",
     "tierzero.checkpoint.safetensors": "export_safetensors load_safetensors",
     "tierzero.optim.adamw": "AdamW",
     "tierzero.optim.clip": "clip_grad_norm_",

@@ -190,6 +190,20 @@ def reset(model: nn.Module) -> None:
     _open_engine(model).hooks.reset()
 
 
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside are not the last ones before the step: nothing of the step is begun in them.
+
+    Never needed for exactness; with gradient accumulation it saves the first steps some updates in vain.
+    """
+    engine = _open_engine(model)
+    before, engine.more_backwards = engine.more_backwards, True
+    try:
+        yield
+    finally:
+        engine.more_backwards = before
+
+
 def synchronize(model: nn.Module) -> None:
     """Wait until every queued update has reached the tiers; raises what the first failed one raised."""
     _open_engine(model).pager.synchronize()

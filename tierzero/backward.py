@@ -102,6 +102,7 @@ class Backward:
             left -= 1
             if left == 0:
                 self.pager.end_backward(unit)
+                unit.owner.gradients_final(unit)
 
         for tensor in inputs:
             handle = tensor.register_hook(fired)
@@ -123,6 +124,7 @@ class Backward:
             self.end_frames(task)
             if self.tasks == {task}:
                 self._end_backwards()
+                self.units[0].owner.backward_over()
             self.tasks.discard(task)
 
     def cut_short(self, task: int) -> None:

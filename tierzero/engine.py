@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -32,6 +34,7 @@ from tierzero.unit import Unit, spec_of
 from tierzero.updates import UpdateQueue
 
 T = TypeVar("T")
+log = logging.getLogger("tierzero")
 REGIONS = ("param", "frozen", "fp32")
 
 
@@ -58,6 +61,9 @@ class Engine:
         self.device = tiers.compute_device()
         self.metrics = Metrics()
         self.closed = False
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.shadows = True  # the drive has room for a second version of every state
+        self.more_backwards = False  # no_sync: the backward that goes on is not the step's last one
         sizes = unit_sizes(parts)
         directory = tiers.directory()
         self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()
@@ -132,6 +138,7 @@ class Engine:
         """Take one unit's parameters out of the model and into the tiers; its memory is free afterwards."""
         unit.slots = part.slots
         unit.owner = self
+        unit.master_edited = bool(self.store is not None and self.store.resumed is not None)
         unit.state_host = self.placement.state_host[unit.uid]
         self._place(unit)
         unit.build(part.params, self.device, partial(self.pager.settle, unit), partial(self.pager.at_rest, unit))
@@ -160,7 +167,30 @@ class Engine:
         held = {name: extent.nbytes for name, extent in self.store.current.items()}
         need = sum(nbytes for name, nbytes in self.disk_records() if name not in held) + sum(held.values())
         largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
-        self.store.reserve(need + self.streamed.width * largest)
+        self._reserve_at_least(need + self.streamed.width * largest, need + self._shadow_bytes())
+
+    def _shadow_bytes(self) -> int:
+        """What all updates that may be guesses at once add to the store."""
+        return sum(nbytes for name, nbytes in self.disk_records() if name.endswith(("/state", "/param")))
+
+    def _reserve_at_least(self, least: int, wanted: int) -> None:
+        """Have `wanted` bytes of space; if the drive has only `least`, updates wait for their step from now on."""
+        assert self.store is not None
+        if self.shadows:
+            try:
+                self.store.reserve(max(least, wanted))
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self.shadows = False
+                log.warning(
+                    "%s has no room for two versions of all optimizer states (%s): updates begin at step(), not in "
+                    "backward. Free some space to have both at once",
+                    self.store.path,
+                    error.strerror,
+                )
+        self.store.reserve(least)
 
     def reserve_for_snapshot(self) -> None:
         """Have the space that a snapshot and the steps after it need, so that a full disk shows before anything is
@@ -171,7 +201,8 @@ class Engine:
         current = sum(extent.capacity for extent in self.store.current.values())
         flushed = self.homes.host_bytes(self.units)
         largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
-        self.store.reserve(max(live + flushed, 2 * current + flushed + self.streamed.width * largest))
+        least = max(live + flushed, 2 * current + flushed + self.streamed.width * largest)
+        self._reserve_at_least(least, 2 * current + flushed + self._shadow_bytes())
 
     def disk_records(self) -> list[tuple[str, int]]:
         """(name, bytes) of every record that lies in the store when all state records exist."""
@@ -205,6 +236,38 @@ class Engine:
         for unit in self.units:
             if unit.state is None and unit.layout.elements:
                 self.loop.run(self.homes.create_state(unit))
+
+    # -- steps that begin in backward
+    # ----------------------------------------------------------------------------------
+
+    def gradients_final(self, unit: Unit) -> None:
+        """No more gradients come to `unit` in this backward, as far as its inputs tell."""
+        if not self.more_backwards:
+            for optimizer in self.optimizers:
+                optimizer.gradients_final(unit, certain=False)
+
+    def backward_over(self) -> None:
+        """A backward has ended."""
+        if self.more_backwards:
+            return
+        for optimizer in self.optimizers:
+            for unit in self.units:
+                if unit.has_grads:
+                    optimizer.gradients_final(unit, certain=True)
+            optimizer.backward_over()
+
+    def can_guess(self, unit: Unit) -> bool:
+        """Whether an update of `unit` may be begun without knowing that it is right: its state's old version stays on
+        the drive beside the new one, and its parameters can be made again from it.
+        """
+        return (
+            self.shadows
+            and self.streamed.stepper is not None
+            and unit.state is not None
+            and unit.state.on_disk
+            and not unit.master_edited
+            and sum(unit in optimizer.members for optimizer in self.optimizers) == 1
+        )
 
     # -- snapshots
     # -------------------------------------------------------------------------------------------------------

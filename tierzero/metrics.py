@@ -33,6 +33,10 @@ class Metrics:
     faults: int = 0
     steps: int = 0
     skipped_steps: int = 0
+    guesses: int = 0
+    guesses_right: int = 0
+    guesses_redone: int = 0
+    guesses_dropped: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, name: str, amount: float = 1) -> None:

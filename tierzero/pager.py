@@ -22,7 +22,7 @@ from tierzero.schedule import Trace
 from tierzero.states import State
 from tierzero.transfer import Transfer
 from tierzero.unit import Unit
-from tierzero.updates import Update, UpdateQueue
+from tierzero.updates import Guess, Update, UpdateQueue, Withdrawal
 
 T = TypeVar("T")
 
@@ -48,6 +48,7 @@ class Pager:
         order = [unit.uid for unit in units]
         self.trace = Trace(order + order[::-1])
         self.trace.begin_step()
+        updates.next_use = self.trace.next_use
         self.residency = Residency(units, loop, transfer, updates, metrics, self.trace, budget, depth)
         self._ticks = itertools.count(1)  # numbers the beginnings of backward
 
@@ -134,19 +135,37 @@ class Pager:
             if unit.pins:
                 raise TierzeroError(f"unit {unit.name} is running forward or unsharded; {advice}")
 
-    def step(self, jobs: list[Update]) -> None:
-        """End a step: queue its updates in order of next use, all or none. The device copies of their units are stale
-        from here on; prefetches that turned out unused are dropped.
+    def guess(self, guess: Guess) -> None:
+        """Begin an update that may turn out to be wrong; see Note [guesses] in updates.py."""
+        guess.unit.guess = guess
+        self.metrics.add("guesses")
+        self.loop.call(lambda: self.updates.put([guess]))
+
+    def step(self, jobs: list[Update], units: list[Unit]) -> None:
+        """End a step over `units`: queue its updates, all or none, publishing guesses that were right and withdrawing
+        the others. The device copies of their units are stale from here on; prefetches that turned out unused are
+        dropped.
         """
 
         def queue() -> None:
-            for job in jobs:
-                job.begin()
-                job.unit.pending = job
-                self.residency.stale(job.unit)
-            jobs.sort(key=lambda job: self.trace.next_use(job.unit.uid))
-            self.updates.put(jobs)
             self.trace.end_step()
+            for job in jobs:
+                unit = job.unit
+                job.begin()
+                guess = unit.guess
+                if guess is not None and guess.key == job.key and not guess.withdrawn:
+                    self.metrics.add("guesses_right")
+                    self.updates.commit(guess)
+                else:
+                    if guess is not None:
+                        self.metrics.add("guesses_redone")
+                    self.updates.replace(job)
+                self.residency.stale(unit)
+            for unit in units:
+                unit.has_grads = False
+                if unit.guess is not None:
+                    self.metrics.add("guesses_dropped")
+                    self.updates.replace(Withdrawal(unit))
             self.residency.drop_unused()
             self.residency.kick()
 
@@ -158,6 +177,7 @@ class Pager:
         async def run() -> T:
             try:
                 await self.updates.settled(unit)
+                await self.updates.withdraw(unit)
             except BaseException:
                 work.close()
                 raise
@@ -180,18 +200,25 @@ class Pager:
         """The device copy no longer equals the bytes at rest."""
         self.loop.do(lambda: self.residency.stale(unit))
 
-    def settle(self, unit: Unit) -> None:
-        """Wait for the unit's queued update."""
+    def settle(self, unit: Unit, *, keep_guess: bool = False) -> None:
+        """Wait for the unit's gradients and its queued update, and give up its guess: the gradients may change."""
         unit.finish_grads()
-        if unit.pending is not None:
+        if unit.pending is not None or (unit.guess is not None and not keep_guess):
             with self.metrics.timed("stall_grad_s"):
-                self.loop.run(self.updates.settled(unit))
+                self.loop.run(self._settled(unit, keep_guess))
+
+    async def _settled(self, unit: Unit, keep_guess: bool = False) -> None:
+        await self.updates.settled(unit)
+        if not keep_guess:
+            await self.updates.withdraw(unit)
 
     def synchronize(self) -> None:
-        """Wait for all queued updates; raises what the first failed one raised, after trying it again."""
+        """Wait for all queued updates; raises what the first failed one raised, after trying it again. Guesses are
+        given up.
+        """
         for unit in self.units:
-            if unit.pending is not None:
-                self.loop.run(self.updates.settled(unit))
+            if unit.pending is not None or unit.guess is not None:
+                self.loop.run(self._settled(unit))
 
     def close(self) -> None:
         """Drop every device copy; later uses are refused."""

@@ -111,7 +111,9 @@ class Residency:
             return
         sizes, keep = self._residents()
         size_of = lambda uid: self.units[uid].layout.flat_bytes
-        upcoming, next_use = self.trace.upcoming(), self.trace.next_use
+        next_use = self.trace.next_use
+        # what has gradients is about to change: fetching it before the step would be in vain
+        upcoming = (uid for uid in self.trace.upcoming() if not self.units[uid].has_grads)
         for fetch in prefetch_order(upcoming, sizes, size_of, self.budget, next_use, keep=keep, depth=self.depth):
             if not all(self._evict(self._resident[uid]) for uid in fetch.victims):
                 return
@@ -173,6 +175,8 @@ class Residency:
             self.transfer.allocate(unit)
             while True:
                 await self.updates.settled(unit)
+                if unit.host_flat is not None:
+                    await self.updates.withdraw(unit)  # it overwrites the bytes that are fetched
                 version = unit.version
                 await self.transfer.load(unit)
                 if unit.version == version:

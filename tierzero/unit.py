@@ -71,6 +71,8 @@ class Unit:
         self.norms: tuple[tuple[int, tuple[bool, ...]], list[float]] | None = (
             None  # gradient norms, and what they were computed from
         )
+        self.norming: asyncio.Task[None] | None = None  # norms being computed
+        self.normed = -1  # of which version of the gradients
         self.touched = False  # somebody has had their hands on the gradients
         # what is resident and in use
         self.residency = State.REST
@@ -81,6 +83,9 @@ class Unit:
         self.version = 0
         self.arrival: asyncio.Task[None] | None = None  # the fetch under way
         self.pending: Any = None  # the queued update that the next use waits for
+        self.guess: Any = None  # an update that was begun before the step was taken
+        self.has_grads = False  # since the last step: its parameters are about to change
+        self.master_edited = False  # since the last step: the parameters need not be the rounded masters
         self.prefetched = False
         self.ready_event: Any = None
         self.used_event: Any = None
@@ -236,7 +241,7 @@ class Unit:
 
     def own_grads(self) -> None:
         """Wait until no queued update needs the gradient buffer any more."""
-        if self.pending is not None:
+        if self.pending is not None or self.guess is not None:
             self.settle()
 
     def _frozen(self, index: int) -> TierzeroError:
@@ -251,6 +256,7 @@ class Unit:
         if view is None:
             raise self._frozen(index)
         self.own_grads()
+        self.has_grads = True
         self.coef[index] = 1.0
         self.touched = False
         before = self.published[index]

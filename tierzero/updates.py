@@ -1,47 +1,192 @@
-"""The queue of unit updates: run in order of next use, jumped by whoever waits for one, kept until they succeed."""
+"""The queue of unit updates: run in order of next use, jumped by whoever waits for one, kept until they succeed.
+
+Note [guesses]
+An update computes new versions beside the old ones and then publishes them. A *guess* is an update that starts while
+backward goes on, before anybody knows whether there will be a step and what it will be. What it computed is published
+only once `commit` says that the guess was right; `withdraw` gives it up, and everything is as if it had never run. The
+old versions of records in the store are untouched by it, but parameters cached in host memory are overwritten in
+place: withdrawing writes them again from the old master, whose rounded value they are.
+
+A guess that is not decided yet is `unit.guess`; a decided one is `unit.pending`, like any other update. Setting
+`unit.guess` is the first thing that happens to a guess, in the thread that runs backward: from then on whoever wants to
+change the gradients finds it. All else is done on the loop thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from tierzero.metrics import Metrics
 from tierzero.unit import Unit
 
 
+class Work(Protocol):
+    """How a unit's update is made; each may be run again after it failed."""
+
+    async def compute(self) -> Any:
+        """Make the new versions, from the old ones and the gradients."""
+        ...
+
+    def publish(self, fresh: Any) -> None:
+        """Make them the current ones."""
+        ...
+
+    def discard(self, fresh: Any) -> None:
+        """Give them up."""
+        ...
+
+    async def restore(self) -> None:
+        """Undo what `compute` overwrote."""
+        ...
+
+
 class Update:
-    """One unit's queued optimizer step. `begin` is called as it is queued. `work` may be run again after it failed: it
-    reads the old version and the gradients, both still there.
+    """One unit's queued optimizer step. `key`: what it is computed with, besides the gradients; `begin` is called as
+    the step is taken. `before`: a wrong guess for the same unit, to be withdrawn first; this update overwrites whatever
+    that one did.
     """
 
     def __init__(
-        self, unit: Unit, work: Callable[[], Awaitable[None]], begin: Callable[[], None] = lambda: None
+        self, unit: Unit, work: Work | None, key: Any = None, begin: Callable[[], None] = lambda: None
     ) -> None:
         self.unit = unit
-        self.begin = begin
         self.work = work
+        self.key = key
+        self.begin = begin
+        self.before: Guess | None = None
         self.queued = False
+        self.urgent = False
         self.finished = asyncio.Event()
         self.error: BaseException | None = None
 
+    async def run(self) -> None:
+        """Do it, published at the end."""
+        if self.before is not None:
+            await self.before.undo(restore=False)
+            self.before = None
+        assert self.work is not None
+        self.work.publish(await self.work.compute())
+
+    @property
+    def decided(self) -> bool:
+        """Whether it will be published."""
+        return True
+
+
+class Guess(Update):
+    """See Note [guesses]. It is right for an update with an equal key."""
+
+    def __init__(self, unit: Unit, work: Work, key: Any) -> None:
+        super().__init__(unit, work, key)
+        self.made: Work = work
+        self.committed = False
+        self.withdrawn = False
+        self.computed = asyncio.Event()  # or failed, or never started
+        self.fresh: Any = None
+        self._started = False
+        self._undone: asyncio.Task[None] | None = None
+
+    @property
+    def decided(self) -> bool:
+        return self.committed
+
+    async def run(self) -> None:
+        if self.withdrawn:
+            return
+        if self.fresh is None:
+            self._started = True
+            self.computed.clear()
+            try:
+                self.fresh = await self.made.compute()
+            finally:
+                self.computed.set()
+        if self.committed:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish what was computed; it was right."""
+        fresh, self.fresh = self.fresh, None
+        self.made.publish(fresh)
+
+    async def undo(self, restore: bool = True) -> None:
+        """Give it up and wait until nothing of it is left; any number of times. `restore`: parameters in host memory
+        get their old values back.
+        """
+        self.withdrawn = True
+        if self._undone is None:
+            self._undone = asyncio.ensure_future(self._undo(restore))
+        try:
+            await asyncio.shield(self._undone)
+        except BaseException:
+            if self._undone is not None and self._undone.done():
+                self._undone = None  # the next one tries again
+            raise
+
+    async def _undo(self, restore: bool) -> None:
+        if self._started:
+            await self.computed.wait()
+        if self.fresh is not None:
+            fresh, self.fresh = self.fresh, None
+            self.made.discard(fresh)
+        if restore and self._started:
+            await self.made.restore()
+
 
 class UpdateQueue:
-    """Lives on the loop thread; `put` and `settled` run there. At most `width` updates are on their way at a time."""
+    """Lives on the loop thread; all but the constructor runs there. At most `width` updates are on their way at a
+    time; `next_use(uid)` is the distance of a unit's next use.
+    """
 
     def __init__(self, metrics: Metrics, width: int) -> None:
         self.metrics = metrics
         self.width = width
+        self.next_use: Callable[[int], int] = lambda uid: 0
         self._waiting: list[Update] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def put(self, jobs: list[Update]) -> None:
-        """Queue `jobs` in this order, behind what waits already."""
+        """Queue `jobs`; the one whose unit is used next goes first."""
         for job in jobs:
             if not job.queued:
                 job.queued = True
                 self._waiting.append(job)
         self._pump()
+
+    def commit(self, guess: Guess) -> None:
+        """The guess was right: publish it, now or as soon as it is computed."""
+        guess.unit.guess = None
+        guess.committed = True
+        if guess.fresh is not None:
+            guess.publish()
+            guess.finished.set()
+            return
+        guess.unit.pending = guess
+        if guess.error is not None:
+            guess.error, guess.queued = None, False
+            guess.finished.clear()
+        self.put([guess])
+
+    def replace(self, update: Update) -> None:
+        """Queue `update` of a unit whose guess, if it has one, was wrong."""
+        unit = update.unit
+        update.before, unit.guess = unit.guess, None
+        unit.pending = update
+        self.put([update])
+
+    async def withdraw(self, unit: Unit) -> None:
+        """Give up the unit's guess, if there is one that is not decided."""
+        guess = unit.guess
+        if guess is None:
+            return
+        if guess in self._waiting:
+            self._waiting.remove(guess)
+        self.metrics.add("guesses_dropped", not guess.withdrawn)
+        await guess.undo()
+        if unit.guess is guess:
+            unit.guess = None
 
     async def settled(self, unit: Unit) -> None:
         """Return when `unit` has no queued update; raises what its update raised. One that had failed before is tried
@@ -53,20 +198,17 @@ class UpdateQueue:
         if job.error is not None:
             job.error, job.queued = None, False
             job.finished.clear()
-        if not job.queued:
-            job.queued = True
-            self._waiting.insert(0, job)
-        elif job in self._waiting:
-            self._waiting.remove(job)
-            self._waiting.insert(0, job)
-        self._pump()
+        job.urgent = True
+        self.put([job])
         await job.finished.wait()
         if job.error is not None:
             raise job.error
 
     def _pump(self) -> None:
         while self._waiting and len(self._tasks) < self.width:
-            task = asyncio.ensure_future(self._run(self._waiting.pop(0)))
+            job = min(self._waiting, key=lambda job: (not job.urgent, self.next_use(job.unit.uid)))
+            self._waiting.remove(job)
+            task = asyncio.ensure_future(self._run(job))
             self._tasks.add(task)
             task.add_done_callback(self._done)
 
@@ -77,11 +219,24 @@ class UpdateQueue:
     async def _run(self, job: Update) -> None:
         start = time.perf_counter()
         try:
-            await job.work()
+            await job.run()
         except BaseException as error:
             job.error = error
         else:
-            job.unit.pending = None
+            if job.decided:
+                job.unit.pending = None
         finally:
             self.metrics.add("update_s", time.perf_counter() - start)
             job.finished.set()
+
+
+class Withdrawal(Update):
+    """Only gives the unit's guess up, with all that it overwrote."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit, work=None)
+
+    async def run(self) -> None:
+        if self.before is not None:
+            await self.before.undo()
+            self.before = None

@@ -10,12 +10,13 @@ import torch
 
 from tierzero.errors import NonFiniteGradientError, TierzeroError
 from tierzero.optim.clip import place_of
-from tierzero.optim.norms import is_finite, unit_norms
-from tierzero.optim.streamed import Hyper
+from tierzero.optim.norms import begin_norms, is_finite, unit_norms
+from tierzero.optim.overlap import Mode, Overlap
+from tierzero.optim.streamed import Hyper, UnitUpdate
 from tierzero.paged import Paged
 from tierzero.records import StateRecord
 from tierzero.unit import Unit
-from tierzero.updates import Update
+from tierzero.updates import Guess, Update
 
 log = logging.getLogger("tierzero")
 
@@ -27,6 +28,10 @@ class AdamW(torch.optim.Optimizer):
     `step()` queues the updates and returns; each unit's next use waits for its own. Master (for 16-bit parameters),
     exp_avg and exp_avg_sq are float32 and stream through the tiers. A step with a gradient that is infinite or NaN is
     skipped whole and logged; after `max_skipped_steps` in a row NonFiniteGradientError is raised.
+
+    `overlap`: "eager" begins updates while backward still goes on and publishes them in `step()` if they turned out
+    right, else does them again; "deferred" begins them in `step()`; "auto" chooses from how the last steps went. The
+    results are the same to the last bit.
 
     `params`: parameters of an offloaded model, or groups of them. Frozen ones may be among them.
     """
@@ -40,7 +45,10 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         max_skipped_steps: int = 10,
+        overlap: Mode = "auto",
     ) -> None:
+        self.overlap = Overlap(overlap)
+        self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}  # this optimizer's parameters by unit
         self._skipped_in_row = 0
         self.max_skipped_steps = max_skipped_steps
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -60,6 +68,8 @@ class AdamW(torch.optim.Optimizer):
         for param, (unit, index) in zip(group["params"], places, strict=True):
             if unit.layout.places[index].elem >= 0:
                 self.state[param] = _state(unit, index)
+                self.members.setdefault(unit, []).append((index, group))
+                unit.owner.optimizers.add(self)
 
     def _place(self, param: torch.Tensor, index: int) -> tuple[Unit, int]:
         place = place_of(param)
@@ -97,20 +107,50 @@ class AdamW(torch.optim.Optimizer):
             mine = [unit for unit in work if unit.owner is owner]
             owner.pager.check_idle(mine, "call optimizer.step() after backward, outside the model and `unsharded`")
         for unit in work:
-            unit.settle()
+            unit.owner.pager.settle(unit, keep_guess=True)
         bad = _first_bad(work)
+        as_is = not bad and not any(unit.touched or set(unit.coef) != {1.0} for unit in work)
         for owner in owners:
             jobs = [] if bad else [self._job(unit, groups) for unit, groups in work.items() if unit.owner is owner]
-            owner.pager.step(jobs)
+            owner.pager.step(jobs, [unit for unit in self.members if unit.owner is owner])
             owner.metrics.add("skipped_steps" if bad else "steps")
+        self.overlap.stepped(self._settings(), as_is=as_is)
         self._note_skip(bad)
         return loss
+
+    # -- guesses -------------------------------------------------------------------------------------------------------
+
+    def gradients_final(self, unit: Unit, *, certain: bool) -> None:
+        """The engine says that a backward adds nothing more to the unit's gradients (`certain`), or probably not: what
+        the step needs of them may begin.
+        """
+        members = self.members.get(unit)
+        if members is None or unit.guess is not None or unit.pending is not None or not self.overlap.last:
+            return
+        groups = {index: group for index, group in members if unit.rest[index].grad is not None}
+        if not groups or not (certain or len(groups) == len(members)):
+            return
+        begin_norms(unit)
+        if unit.owner.can_guess(unit) and self.overlap.wanted():
+            hypers = self._hypers(unit, groups)
+            unit.owner.pager.guess(Guess(unit, UnitUpdate(unit.owner.streamed, unit, hypers), hypers))
+
+    def backward_over(self) -> None:
+        """The engine says that a backward has ended."""
+        self.overlap.backward_over(self._settings())
+
+    def _settings(self) -> list[tuple[float, ...]]:
+        """The hyper-parameters of each group."""
+        return [
+            (float(g["lr"]), *(float(beta) for beta in g["betas"]), float(g["eps"]), float(g["weight_decay"]))
+            for g in self.param_groups
+        ]
 
     def _owners(self) -> list[Any]:
         """The engines of all parameters."""
         return list(dict.fromkeys(_home(param)[0].owner for group in self.param_groups for param in group["params"]))
 
-    def _job(self, unit: Unit, groups: dict[int, dict[str, Any]]) -> Update:
+    def _hypers(self, unit: Unit, groups: dict[int, dict[str, Any]]) -> dict[int, Hyper]:
         hypers: dict[int, Hyper] = {}
         for index, group in groups.items():
             beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -123,7 +163,10 @@ class AdamW(torch.optim.Optimizer):
                 unit.steps[index] + 1,
                 unit.coef[index],
             )
-        streamed = unit.owner.streamed
+        return hypers
+
+    def _job(self, unit: Unit, groups: dict[int, dict[str, Any]]) -> Update:
+        hypers = self._hypers(unit, groups)
         counts = [self.state[unit.rest[index]]["step"] for index in hypers]
 
         def begin() -> None:
@@ -131,7 +174,7 @@ class AdamW(torch.optim.Optimizer):
                 unit.steps[index] += 1
                 count += 1
 
-        return Update(unit, lambda: streamed.update(unit, hypers), begin)
+        return Update(unit, UnitUpdate(unit.owner.streamed, unit, hypers), hypers, begin)
 
     def _note_skip(self, bad: str | None) -> None:
         if bad is None:
@@ -197,6 +240,7 @@ class StateSource:
     def write(self, value: torch.Tensor) -> None:
         async def write() -> None:
             assert self.unit.state is not None
+            self.unit.master_edited |= self.part == StateRecord.MASTER
             await self.unit.state.write(
                 self.part, self.unit.layout.places[self.index].elem, value.detach().cpu().float().reshape(-1)
             )

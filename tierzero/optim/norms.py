@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from tierzero.native import NATIVE
@@ -16,6 +18,8 @@ def unit_norms(unit: Unit) -> list[float]:
     unit.finish_grads()
     if unit.grad_block is None:
         return [0.0] * len(grads)
+    if unit.norming is not None:
+        unit.owner.run(asyncio.wait([unit.norming]))
     version = unit.grad_block.tensor._version
     present = tuple(grad is not None for grad in grads)
     if unit.norms is None or unit.touched or unit.norms[0] != (version, present):
@@ -25,9 +29,38 @@ def unit_norms(unit: Unit) -> list[float]:
     return unit.norms[1]
 
 
-def _norms(tensors: list[torch.Tensor]) -> list[float]:
+def begin_norms(unit: Unit) -> None:
+    """Start computing the norms, so that they are there when somebody asks. Any later change makes them useless."""
+    if NATIVE is None or unit.grad_block is None or unit.touched:
+        return  # torch's own kernels would take its threads
+    block = unit.grad_block.tensor
+    if unit.norming is not None and unit.normed == block._version:
+        return
+    unit.normed = block._version
+    present = tuple(rest.grad is not None for rest in unit.rest)
+    tensors = [
+        view.reshape(-1) for view, there in zip(unit.grad_views, present, strict=True) if there and view is not None
+    ]
+
+    def compute() -> tuple[int, list[float]]:
+        unit.finish_grads()
+        return block._version, _norms(tensors, threads=1)
+
+    async def work() -> None:
+        version, values = await asyncio.get_running_loop().run_in_executor(None, compute)
+        if block._version == version and not unit.touched:
+            each = iter(values)
+            unit.norms = (version, present), [next(each) if there else 0.0 for there in present]
+
+    def start() -> None:
+        unit.norming = asyncio.ensure_future(work())
+
+    unit.owner.loop.call(start)
+
+
+def _norms(tensors: list[torch.Tensor], threads: int | None = None) -> list[float]:
     if NATIVE is not None:
-        return list(NATIVE.l2_norms(tensors, threads=max(1, torch.get_num_threads())))
+        return list(NATIVE.l2_norms(tensors, threads=threads or max(1, torch.get_num_threads())))
     return [float(torch.linalg.vector_norm(tensor.float())) for tensor in tensors]
 
 

@@ -59,6 +59,39 @@ class Hyper:
 IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0)  # scalars of a parameter without a gradient: not used
 
 
+@dataclass(frozen=True)
+class Fresh:
+    """A new version of a record, written but not published."""
+
+    record: DiskRecord
+    extent: Extent
+    sums: Any
+
+
+class UnitUpdate:
+    """The update of one unit, as the queue runs it (updates.Work)."""
+
+    def __init__(self, streamed: StreamedStep, unit: Unit, hypers: dict[int, Hyper]) -> None:
+        self.streamed = streamed
+        self.unit = unit
+        self.hypers = hypers
+
+    async def compute(self) -> list[Fresh]:
+        return await self.streamed.compute(self.unit, self.hypers)
+
+    def publish(self, fresh: list[Fresh]) -> None:
+        for new in fresh:
+            new.record.store.publish(new.record.name, new.extent, new.sums)
+        self.unit.master_edited = False
+
+    def discard(self, fresh: list[Fresh]) -> None:
+        for new in fresh:
+            new.record.store.discard(new.extent)
+
+    async def restore(self) -> None:
+        await self.streamed.restore(self.unit)
+
+
 class StreamedStep:
     """Runs updates; `stepper` is the native pipeline, or None: then `work` (host bytes for one record) serves a plain
     Python one.
@@ -76,8 +109,10 @@ class StreamedStep:
         """How many updates may be on their way at once."""
         return 3 if self.stepper is not None else 1
 
-    async def update(self, unit: Unit, hypers: dict[int, Hyper]) -> None:
-        """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer."""
+    async def compute(self, unit: Unit, hypers: dict[int, Hyper]) -> list[Fresh]:
+        """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer: new versions of its
+        records in the store, to be published or discarded; records in host memory in place.
+        """
         state, param = unit.state, unit.records.get("param")
         assert state is not None
         extents: list[Extent] = []
@@ -95,9 +130,25 @@ class StreamedStep:
                 assert self.store is not None
                 self.store.discard(extent)
             raise
-        for record, new, sums in ((state.record, new_state, state_sum), (param, new_param, param_sum)):
-            if isinstance(record, DiskRecord) and new is not None:
-                record.store.publish(record.name, new, sums)
+        return [
+            Fresh(record, new, sums)
+            for record, new, sums in ((state.record, new_state, state_sum), (param, new_param, param_sum))
+            if isinstance(record, DiskRecord) and new is not None
+        ]
+
+    async def restore(self, unit: Unit) -> None:
+        """Write the parameters that are cached in host memory again, from the masters that are current."""
+        if unit.host_flat is None or unit.state is None:
+            return
+        for place in unit.layout.places:
+            if place.elem < 0:
+                continue
+            offset, dtype = unit.layout.flat_offset(place), MODEL_DTYPES[place.spec.dtype]
+            target = unit.host_flat.tensor[offset : offset + place.spec.nbytes].view(dtype)
+            for first in range(0, place.spec.numel, unit.state.chunk):
+                part = torch.empty(min(unit.state.chunk, place.spec.numel - first), dtype=torch.float32)
+                await unit.state.read(StateRecord.MASTER, place.elem + first, part)
+                target[first : first + part.numel()].copy_(part)
 
     def _room(self, record: DiskRecord) -> Any:
         extent = record.store.allocate(record.nbytes, record.name)
