@@ -91,6 +91,41 @@ def train(
         run(loaded, resume=resume, overwrite=overwrite, dry_run=dry_run, quiet=quiet)
 
 
+bench = typer.Typer(name="bench", help="Measure what this machine can do.", no_args_is_help=True)
+app.add_typer(bench)
+
+
+@bench.callback()
+def _bench() -> None:
+    pass
+
+
+@bench.command("nvme")
+def bench_nvme(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="A directory on each drive.", show_default=False)
+    ],
+    size: Annotated[str, typer.Option("--size", help="Bytes to write and read, over all paths.")] = "4GiB",
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure, in all.")] = 48.0,
+    compare_fio: Annotated[
+        bool, typer.Option("--compare-fio", help="Run fio in turns with the engine and print the ratios.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the drive under each PATH and keep the result.
+
+    Reads, writes and both at once, through every engine that works there, over a grid of block size and depth; then
+    how long the best setting's rates hold. It is stored as the drive's profile, which `offload` and `plan` use. Several
+    paths are measured alone and then together, striped.
+
+    The file it writes is new and nameless: nothing of yours is touched, and nothing is left behind.
+    """
+    with _sentences():
+        from tierzero.cli.bench import nvme
+
+        nvme(paths, size, seconds, compare_fio=compare_fio, as_json=as_json)
+
+
 @contextmanager
 def _sentences() -> Iterator[None]:
     """Turns expected errors into a sentence on stderr and an exit code: 2 for the configuration, 1 otherwise."""
