@@ -1,8 +1,8 @@
 """DeepSpeed's side of nvme.py, run by a Python that has deepspeed; imports nothing of tierzero.
 
 A question is {"kind": "read" | "write", "seconds": s, "handle": [block, depth, single_submit, overlap, threads],
-"call": "read" | "pread"}. "read" is the handle's plain call on a tensor from torch's allocator; "pread" its parallel one
-on page-locked memory of its own. The first argument is the file, whose whole length every call transfers.
+"call": "read" | "pread"}. "read" is the handle's plain call on a tensor from torch's allocator; "pread" its parallel
+one on page-locked memory of its own. The first argument is the file, whose whole length every call transfers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What nvme.py holds the engine against: fio over a sweep of its settings, and DeepSpeed's aio handle over one of its own."""
+"""What nvme.py holds the engine against: fio and DeepSpeed's aio handle, over sweeps of their settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def fio_jobs(size: int) -> list[fio.Job]:
     jobs += [fio.Job("io_uring", block * MIB, depth, extra=FIXED) for block, depth in _USUAL]
     jobs += [fio.Job("libaio", block * MIB, depth) for block, depth in _USUAL]
     # the same in 4 KiB pages
-    jobs += [fio.Job("io_uring", 4 * MIB, 8, huge=False, extra=extra) for extra in ((), FIXED, ("--iomem=mmap", *FIXED))]
+    jobs += [
+        fio.Job("io_uring", 4 * MIB, 8, huge=False, extra=extra) for extra in ((), FIXED, ("--iomem=mmap", *FIXED))
+    ]
     for block, threads in ((4, 8), (4, 16), (8, 8)):
         part = size // threads
         words = (f"--numjobs={threads}", f"--offset_increment={part}", f"--size={part}")

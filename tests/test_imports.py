@@ -14,7 +14,7 @@ import tierzero
 PACKAGE = Path(tierzero.__file__).parent
 # later rows may import earlier ones, never the other way round; inside a row only the arrows named in INSIDE
 ROWS = [
-    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc"},
+    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc", "profiles"},
     {"checksum", "lock", "manifest"},
     {
         "tiers.base",
@@ -36,6 +36,11 @@ ROWS = [
     {"hooks", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"bench.scratch", "bench.fio"},
+    {"bench.stream"},
+    {"bench.search"},
+    {"bench.nvme"},
+    {"bench.show"},
     {"cli"},
 ]
 INSIDE = {
@@ -58,7 +63,7 @@ INSIDE = {
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
-PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics"}  # no torch
+PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "profiles"}  # no torch
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

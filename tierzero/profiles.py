@@ -127,16 +127,15 @@ def _parse(data: Any) -> Profile:
         raise ValueError("not a drive profile of this version")
     values: dict[str, Any] = {}
     for field in fields(Profile):
-        value = data.get(field.name)
-        kind = str(field.type)
-        if kind == "str":
+        value: Any = data.get(field.name)
+        if field.type == "str":
             good = isinstance(value, str)
         else:
-            number = isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
-            good = number and math.isfinite(value) and value > 0  # type: ignore[arg-type]
+            number = isinstance(value, int if field.type == "int" else int | float) and not isinstance(value, bool)
+            good = number and math.isfinite(value) and value > 0
         if not good:
             raise ValueError(f"{field.name} is {value!r}")
-        values[field.name] = float(value) if kind == "float" else value  # type: ignore[arg-type]
+        values[field.name] = float(value) if field.type == "float" else value
     if values["engine"] not in ("uring", "pool"):
         raise ValueError(f"engine is {values['engine']!r}")
     if values["block"] % _PAGE:

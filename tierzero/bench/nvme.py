@@ -123,24 +123,25 @@ def measure(
     parts = len(paths) + (len(paths) > 1)
     share = seconds / parts
 
-    def search(targets: Sequence[Path], label: str, part: int, weights: list[int] | None = None) -> Found:
-        each, note = fit(targets, size // len(targets))
+    def search(targets: Sequence[Path], label: str, part: int, weights: Sequence[int] = (1,)) -> Found:
+        nbytes, note = fit(targets, size, weights)
         if note:
             report.notes.append(note)
-        with Scratch(targets, each * len(targets), weights=weights) as scratch:
+        with Scratch(targets, nbytes, weights) as scratch:
             found = Search(
                 scratch,
-                settings_of(working),
+                # io_uring is for direct I/O only
+                settings_of(working if scratch.file.direct else ["pool"]),
                 share,
-                drives=len(targets),
+                weights=weights,
                 compare=report.fio is not None,
                 progress=lambda what, done: progress(f"{label}: {what}", (part + done) / parts),
             ).run()
-        if found.size < each * len(targets):
+        if found.size < nbytes:
             report.notes.append(f"{label}: slow; the first {found.size >> 20} MiB of the file were written in the time")
         if not found.direct:
             report.notes.append(
-                f"{label}: the file system refuses O_DIRECT; buffered I/O was measured, with what that costs in CPU time"
+                f"{label}: the file system refuses O_DIRECT; buffered I/O was measured, which costs CPU time"
             )
         return found
 

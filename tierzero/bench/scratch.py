@@ -16,6 +16,7 @@ from tierzero.sizes import format_size
 
 UNIT = 1 << 21  # sizes are multiples of this
 MINIMUM = 32 << 20  # bytes below which nothing useful is measured
+STRIPE = 1 << 20  # bytes of a member at a time, where there are several
 _SHARE = 0.9  # of the free space, at most: others write there too
 
 
@@ -36,21 +37,23 @@ def check_directory(path: Path) -> None:
         raise ConfigError(f"{path} is not a directory: give a directory on the drive, never a file or a device")
 
 
-def fit(paths: Sequence[Path], size: int) -> tuple[int, str]:
-    """Bytes per member that fit into every directory of `paths` at the same time, and a note if that is not `size`.
+def fit(paths: Sequence[Path], size: int, weights: Sequence[int]) -> tuple[int, str]:
+    """Bytes that fit over the directories of `paths`, shared out by `weights`, and a note if that is not `size`.
 
     OSError(ENOSPC) below the minimum.
     """
     devices = [os.stat(path).st_dev for path in paths]
     chosen, note = size, ""
     for path, device in zip(paths, devices, strict=True):
+        here = sum(weight for weight, other in zip(weights, devices, strict=True) if other == device)
         free = shutil.disk_usage(path).free
-        room = int(free * _SHARE) // devices.count(device) // UNIT * UNIT
+        room = int(free * _SHARE * sum(weights) / here) // UNIT * UNIT
         if room < MINIMUM:
+            least = int(MINIMUM / _SHARE * here / sum(weights)) + UNIT
             raise OSError(
                 errno.ENOSPC,
-                f"no room to measure: at least {format_size(int(MINIMUM / _SHARE) * devices.count(device))} must be "
-                f"free and the drive has {format_size(free)}. Free some space or give another directory",
+                f"no room to measure: at least {format_size(least)} must be free and the drive has "
+                f"{format_size(free)}. Free some space or give another directory",
                 str(path),
             )
         if room < chosen:
@@ -66,7 +69,7 @@ class Scratch:
     `_native.File`; `fd_paths` are names by which other processes can open the members while this one lives.
     """
 
-    def __init__(self, paths: Sequence[Path], size: int, *, weights: list[int] | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], size: int, weights: Sequence[int] = (1,)) -> None:
         self.size = size
         self._fds: list[int] = []
         names: list[str] = []
@@ -76,9 +79,8 @@ class Scratch:
                 # O_EXCL: whatever has this name already is somebody's
                 self._fds.append(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
                 names.append(name)
-            self.file = (
-                native().File(names[0], create=False) if len(names) == 1 else native().File(names, weights=weights)
-            )
+            striped = {} if len(names) == 1 else {"weights": list(weights), "stripe": STRIPE}
+            self.file = native().File(names if striped else names[0], create=False, **striped)
         except BaseException:
             for fd in self._fds:
                 os.close(fd)

@@ -1,4 +1,4 @@
-"""One drive, or several as one: every engine over a grid of block size and depth, the winner, and how long its rates hold."""
+"""One drive, or several as one: every engine over a grid of blocks and depths, and how long the winner's rates hold."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ class Found:
     samples: dict[tuple[Setting, str], list[Sample]] = field(default_factory=dict)
     winner: Setting | None = None
     long: dict[str, Long] = field(default_factory=dict)
-    fio: dict[str, list[tuple[Sample, fio.Result]]] = field(default_factory=dict)
+    against: dict[str, list[tuple[Sample, fio.Result]]] = field(default_factory=dict)
     fio_job: fio.Job | None = None
-    moved_by_fio: int = 0
     fill: Sample | None = None
 
     def rate(self, setting: Setting, kind: str) -> float:
@@ -77,9 +76,9 @@ class Found:
     def totals(self) -> tuple[int, int]:
         """(read, written) bytes, fio's included, half of the mixed ones each."""
         every = [s for many in self.samples.values() for s in many] + [run.sample for run in self.long.values()]
-        every += [own for pairs in self.fio.values() for own, _ in pairs] + ([self.fill] if self.fill else [])
+        every += [own for pairs in self.against.values() for own, _ in pairs] + ([self.fill] if self.fill else [])
         read, written = sum(s.read for s in every), sum(s.written for s in every)
-        for kind, pairs in self.fio.items():
+        for kind, pairs in self.against.items():
             other = sum(result.nbytes for _, result in pairs)
             read += {"read": other, "write": 0, "mixed": other // 2}[kind]
             written += {"read": 0, "write": other, "mixed": other // 2}[kind]
@@ -88,8 +87,7 @@ class Found:
 
 def engines() -> dict[str, str]:
     """Every native engine, and why it does not work here ("" where it does)."""
-    module = native()
-    return {"uring": str(module.probe_uring()) if hasattr(module, "probe_uring") else "not there yet", "pool": ""}
+    return {"uring": str(native().probe_uring()), "pool": ""}
 
 
 def settings_of(working: Sequence[str]) -> list[Setting]:
@@ -106,13 +104,14 @@ class Search:
         settings: Sequence[Setting],
         seconds: float,
         *,
-        drives: int = 1,
+        weights: Sequence[int] = (1,),
         compare: bool = False,
         progress: Callable[[str, float], None],
     ) -> None:
         self.scratch = scratch
         self.seconds = seconds
-        self.drives = drives
+        self.drives = len(weights)
+        self.member = min(weights) / sum(weights)  # of the bytes, what the least of the members holds
         self.compare = compare
         self.shares = _WITH_FIO if compare else _PLAIN
         self.found = Found(list(settings))
@@ -123,10 +122,12 @@ class Search:
     def run(self) -> Found:
         """Everything, stage by stage; a drive too slow for a stage has less of it measured."""
         found, scratch = self.found, self.scratch
-        self._start = time.perf_counter()
         buffers = Buffers(found.settings, self.drives)
+        self._start = time.perf_counter()
         self._stage("fill")
-        fill = self._phase(found.settings[0], buffers, "write", self._left(), nbytes=scratch.size, what="first writing")
+        # however slow the drive, the first requests are written: more than the least size
+        patience = max(self._left(), 0.5)
+        fill = self._phase(found.settings[0], buffers, "write", patience, nbytes=scratch.size, what="first writing")
         found.fill, found.size = fill, fill.written // (2 * MIB) * (2 * MIB)
         found.direct, found.alignment = bool(scratch.file.direct), int(scratch.file.alignment)
         found.huge_pages = buffers.huge_share
@@ -219,12 +220,12 @@ class Search:
         while rounds < 1 or (rounds < 5 and self._left() > len(KINDS) * (2 * each + _FIO_START)):
             for kind in KINDS:
                 own = self._phase(winner, buffers, kind, each, what=f"round {rounds + 1} against fio, {kind}")
-                part = found.size // self.drives // (2 * MIB) * (2 * MIB)
+                part = int(found.size * self.member) // (2 * MIB) * (2 * MIB)
                 if not found.direct:
                     self.scratch.file.sync()
                     self.scratch.forget_cached()
                 other = fio.run(job, kind, self.scratch.fd_paths, part, each)
-                found.fio.setdefault(kind, []).append((own, other))
+                found.against.setdefault(kind, []).append((own, other))
             rounds += 1
 
 
@@ -249,14 +250,14 @@ def summary(found: Found, kind: str) -> dict[str, Any]:
         "sustained_seconds": found.long[kind].sample.seconds,
         "samples": [s.rate / 1e9 for s in found.samples[winner, kind]],
     }
-    if kind in found.fio:
-        own = statistics.median(sample.rate for sample, _ in found.fio[kind])
-        other = statistics.median(result.rate for _, result in found.fio[kind])
+    if kind in found.against:
+        own = statistics.median(sample.rate for sample, _ in found.against[kind])
+        other = statistics.median(result.rate for _, result in found.against[kind])
         row |= {
             "fio_GBps": other / 1e9,
             "ratio": own / other,
-            "fio_cpu_s_per_GB": statistics.median(result.cpu_per_gb for _, result in found.fio[kind]),
-            "fio_samples": [result.rate / 1e9 for _, result in found.fio[kind]],
-            "compared_samples": [sample.rate / 1e9 for sample, _ in found.fio[kind]],
+            "fio_cpu_s_per_GB": statistics.median(result.cpu_per_gb for _, result in found.against[kind]),
+            "fio_samples": [result.rate / 1e9 for _, result in found.against[kind]],
+            "compared_samples": [sample.rate / 1e9 for sample, _ in found.against[kind]],
         }
     return row

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierzero.bench.nvme import Report
-from tierzero.bench.search import Found
+from tierzero.bench.search import Found, summary
 from tierzero.bench.stream import KINDS
 from tierzero.sizes import format_size
 
@@ -27,7 +27,10 @@ def show(console: Console, report: Report) -> None:
         label = f"all {len(report.paths)} together, striped {':'.join(map(str, report.weights))}"
         console.print(_target(label, report.together, console.encoding))
     read, written = report.totals()
-    _say(console, f"{report.seconds:.0f} s, {format_size(read)} read, {format_size(written)} written; nothing left behind")
+    _say(
+        console,
+        f"{report.seconds:.0f} s, {format_size(read)} read, {format_size(written)} written; nothing left behind",
+    )
     for note in report.notes:
         _say(console, f"note: {note}")
 
@@ -74,10 +77,8 @@ def _rates(found: Found) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("at the best setting")
     names = ["GB/s", "burst", "sustained", "for", "CPU s/GB"]
-    for name in names + (["fio GB/s", "ratio", "fio CPU s/GB"] if found.fio else []):
+    for name in names + (["fio GB/s", "ratio", "fio CPU s/GB"] if found.against else []):
         table.add_column(name, justify="right")
-    from tierzero.bench.search import summary
-
     for kind in KINDS:
         row = summary(found, kind)
         cells = [
@@ -87,7 +88,7 @@ def _rates(found: Found) -> Table:
             f"{row['sustained_seconds']:.0f} s",
             f"{row['cpu_s_per_GB']:.4f}",
         ]
-        if found.fio:
+        if found.against:
             cells += [f"{row['fio_GBps']:.2f}", f"{row['ratio']:.3f}", f"{row['fio_cpu_s_per_GB']:.4f}"]
         table.add_row(kind, *cells)
     if found.fio_job is not None:

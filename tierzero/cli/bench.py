@@ -89,7 +89,9 @@ def _progress() -> Iterator:
     console = Console(stderr=True)
     columns = (BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # drawn by hand between phases: a thread that draws would be counted as the engine's CPU time
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=1.0)
 
         def show(what: str, done: float) -> None:

@@ -105,7 +105,7 @@ def bench_nvme(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="A directory on each drive.", show_default=False)
     ],
-    size: Annotated[str, typer.Option("--size", help="Bytes to write and read, over all paths.")] = "4GiB",
+    size: Annotated[str, typer.Option("--size", help="Of the file to measure on.")] = "4GiB",
     seconds: Annotated[float, typer.Option("--seconds", help="How long to measure, in all.")] = 48.0,
     compare_fio: Annotated[
         bool, typer.Option("--compare-fio", help="Run fio in turns with the engine and print the ratios.")
