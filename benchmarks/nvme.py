@@ -90,7 +90,7 @@ def compare(args: argparse.Namespace, directory: str, say: Callable[[str], None]
     Path(file).touch()
     with ExitStack() as stack:
         preallocate(file, size)
-        own = stack.enter_context(Worker([sys.executable, "-P", str(Path(__file__).parent / "nvme_own.py"), file]))
+        own = stack.enter_context(Worker([sys.executable, str(Path(__file__).parent / "nvme_own.py"), file]))
         own.ask(kind="fill")
         measures: dict[str, Measure] = {}
         chosen: dict[str, tuple[fio.Job, fio.Job, list[dict[str, Any]]]] = {}

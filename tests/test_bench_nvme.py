@@ -162,6 +162,13 @@ def test_bad_input_is_a_sentence(
     assert not (tmp_path / "profiles").exists()
 
 
+def test_without_the_native_extension_it_says_so(drive: Path, environment: dict[str, str]) -> None:
+    done = bench(drive, env=environment | {"TIERZERO_NO_NATIVE": "1"})
+    assert done.returncode == 1
+    assert "error: the native I/O engine was not built" in done.stderr
+    assert done.stdout == ""
+
+
 def test_a_cache_that_cannot_be_written_is_a_note(drive: Path, environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "profiles").write_text("a file")
     done = bench("--json", drive, env=environment)

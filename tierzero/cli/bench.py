@@ -65,8 +65,8 @@ def nvme(paths: list[Path], size: str, seconds: float, *, compare_fio: bool, as_
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; a second one acts as it always does."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; a second one acts as it always does. Ignored ones stay so."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {}
 
     def stop(number: int, frame: FrameType | None) -> None:
