@@ -14,7 +14,7 @@ import tierzero
 PACKAGE = Path(tierzero.__file__).parent
 # later rows may import earlier ones, never the other way round; inside a row only the arrows named in INSIDE
 ROWS = [
-    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc"},
+    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc", "drives", "cgroup"},
     {"checksum", "lock", "manifest"},
     {
         "tiers.base",
@@ -41,6 +41,7 @@ ROWS = [
 INSIDE = {
     "layout": {"errors"},
     "extents": {"layout"},
+    "cgroup": {"drives"},
     "loop": {"errors"},
     "checksum": set(),
     "manifest": {"checksum"},
@@ -58,7 +59,7 @@ INSIDE = {
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
-PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics"}  # no torch
+PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "drives", "cgroup"}  # no torch
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
