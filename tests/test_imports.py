@@ -36,6 +36,7 @@ ROWS = [
     {"hooks", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"doctor"},
     {"cli"},
 ]
 INSIDE = {
@@ -57,6 +58,28 @@ INSIDE = {
     "store": {"versions", "space", "directory", "tiers.base"},
     "optim.clip": {"optim.norms"},
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
+    "doctor.child": set(),
+    "doctor.machine": {"doctor.finding"},
+    "doctor.limits": {"doctor.finding", "doctor.machine"},
+    "doctor.native": {"doctor.finding", "doctor.machine"},
+    "doctor.filesystems": {"doctor.finding"},
+    "doctor.direct": {"doctor.finding"},
+    "doctor.paths": {"doctor.finding", "doctor.direct", "doctor.filesystems"},
+    "doctor.libraries": {"doctor.finding", "doctor.child", "doctor.machine"},
+    "doctor.gpudirect": {"doctor.finding", "doctor.child", "doctor.machine"},
+    "doctor.report": {
+        "doctor.finding",
+        "doctor.child",
+        "doctor.machine",
+        "doctor.limits",
+        "doctor.native",
+        "doctor.paths",
+        "doctor.libraries",
+        "doctor.gpudirect",
+    },
+    "doctor.gpudirect_trial": {"doctor.exercise", "doctor.backends"},
+    "doctor.backends": {"doctor.finding", "doctor.exercise", "doctor.gpudirect_trial", "doctor.training"},
+    "doctor.selftest": {"doctor.child"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "drives", "cgroup"}  # no torch

@@ -85,8 +85,12 @@ def io_uring_of(reason: str | None, described: dict[str, Any], root: Path = Path
         cause = "it is for CAP_SYS_ADMIN or the group kernel.io_uring_group: sysctl kernel.io_uring_disabled=0"
     elif seccomp:
         cause = "a seccomp filter may forbid it (docker: --security-opt seccomp=PROFILE with io_uring_*)"
-    else:
+    elif "not implemented" in reason:
         cause = "this kernel does not offer it"
+    elif "allocate memory" in reason:
+        cause = "raise the limit of locked memory: ulimit -l unlimited (docker --ulimit memlock=-1)"
+    else:
+        cause = "the container or a security module may forbid it"
     return Finding("io_uring", reason, "warn", f"threads with pread and pwrite do the I/O; {cause}", facts=facts)
 
 
