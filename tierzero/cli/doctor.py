@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tierzero.doctor.finding import Finding
 from tierzero.doctor.report import Report, examine
-from tierzero.doctor.selftest import BACKENDS, Tested, Trial, selftest
+from tierzero.doctor.selftest import BACKENDS, Verdict, Trial, selftest
 
 _STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 _MB = 1e6
@@ -93,7 +93,7 @@ def _print_findings(console: Console, title: str, findings: Sequence[Finding]) -
     console.print(table)
 
 
-def print_tested(console: Console, tested: Tested) -> None:
+def print_tested(console: Console, tested: Verdict) -> None:
     """A row for each backend."""
     console.print()
     title = f"self-test of {tested.path}, {tested.seconds:.1f} s"
@@ -123,7 +123,7 @@ def _word(trial: Trial) -> tuple[str, str]:
     return ("fail", _STYLES["fail"]) if trial.failed else ("warn", _STYLES["warn"])
 
 
-def print_summary(console: Console, report: Report, tested: Tested | None) -> None:
+def print_summary(console: Console, report: Report, tested: Verdict | None) -> None:
     """The last lines: what prevents training, or that nothing does."""
     bad = [f"{finding.name}: {finding.value}" for finding in report.failed]
     bad += [f"self-test, {trial.backend}: {trial.error}" for trial in (tested.trials if tested else ()) if trial.failed]

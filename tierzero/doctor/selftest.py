@@ -24,6 +24,7 @@ BACKENDS = {
     "gpudirect": "GPUDirect (kvikio)",
     "training": "training, end to end",
 }
+TARGET = "tierzero.doctor.backends:run"
 OPTIONAL = ("gpudirect",)
 SECONDS = 26.0  # for the child, torch's import included; the rest is for starting it and cleaning up
 SILENCE = 45.0
@@ -51,7 +52,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Tested:
+class Verdict:
     """The whole self-test."""
 
     path: str
@@ -78,7 +79,7 @@ def selftest(
     seconds: float = SECONDS,
     silence: float = SILENCE,
     heard: Callable[[str], None] = lambda backend: None,
-) -> Tested:
+) -> Verdict:
     """Try every backend in the nearest existing directory of `path`. `heard` is told what is being tried.
 
     OSError for a path that is not a directory, that cannot be written, or without room; nothing is left behind then. A
@@ -98,7 +99,7 @@ def selftest(
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
         trials.append(Trial("cleaning up", False, f"{folder} could not be removed: delete it"))
-    return Tested(str(base), tuple(trials), time.monotonic() - start)
+    return Verdict(str(base), tuple(trials), time.monotonic() - start)
 
 
 def _run(folder: str, end: float, silence: float, most: int, heard: Callable[[str], None]) -> list[Trial]:
@@ -115,7 +116,7 @@ def _run(folder: str, end: float, silence: float, most: int, heard: Callable[[st
 
         home = tempfile.mkdtemp(dir=folder)  # a dead child's files are in nobody's way
         left = max(1.0, end - time.monotonic())
-        with Child("tierzero.doctor.backends:run", home, names, left, most) as child:
+        with Child(TARGET, home, names, left, most) as child:
             outcome = child.listen(silence, take)
         results = [line for line in outcome.lines if line["what"] == "result"]
         trials += [_trial(line) for line in results]
