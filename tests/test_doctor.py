@@ -191,12 +191,24 @@ def test_io_uring_says_what_forbids_it(tree: Tree, reason: str, disabled: str, s
     """N20: what counts is the round trip."""
     tree.file("proc/sys/kernel/io_uring_disabled", disabled)
     tree.file("proc/self/status", f"Name: x\nSeccomp:\t{seccomp}\nSeccomp_filters:\t0")
-    found = native.io_uring_of(reason, {}, tree.root)
+    found = native.io_uring_of(reason, tree.root)
     assert (found.status, found.value) == ("warn", reason)
     assert said in found.advice
-    works = native.io_uring_of("", {"flags": ["SINGLE_ISSUER"], "fixed_files": True}, tree.root)
-    assert (works.status, works.value) == ("ok", "works (real round trip): SINGLE_ISSUER, fixed files")
-    assert native.io_uring_of(None, {}, tree.root).status == "note"
+    works = native.io_uring_of("", tree.root)
+    assert (works.status, works.value) == ("ok", "works (real round trip)")
+    assert native.io_uring_of(None, tree.root).status == "note"
+
+
+def test_what_the_engine_uses_on_a_drive() -> None:
+    drive = {"engine": "uring", "reason": "", "flags": ["SINGLE_ISSUER"], "fixed_files": True, "fixed_buffers": True}
+    described = {"engine": "uring", "reason": "", "block": 4 << 20, "depth": 8, "drives": [drive]}
+    found = native.engine_of(described, True, "/x")
+    assert found.status == "ok"
+    assert found.value == "uring, block 4.0 MiB, depth 8: SINGLE_ISSUER, fixed files, fixed buffers"
+    assert "see locked memory" in native.engine_of(described, False, "/x").advice
+    drive.update(engine="pool", reason="io_uring_setup: Operation not permitted")
+    pool = native.engine_of(described, False, "/x")
+    assert (pool.status, pool.advice) == ("note", "io_uring_setup: Operation not permitted")
 
 
 def test_limits(tree: Tree) -> None:

@@ -40,7 +40,7 @@ MACHINE = {
     "CUDA",
     "GPUDirect",
 }
-DRIVE = {"file system", "drive", "writable", "O_DIRECT", "free space", "profile"}
+DRIVE = {"file system", "drive", "writable", "O_DIRECT", "I/O engine", "free space", "profile"}
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -64,7 +64,7 @@ INSIDE = {
     "doctor.native": {"doctor.finding", "doctor.machine"},
     "doctor.filesystems": {"doctor.finding"},
     "doctor.direct": {"doctor.finding"},
-    "doctor.paths": {"doctor.finding", "doctor.direct", "doctor.filesystems"},
+    "doctor.paths": {"doctor.finding", "doctor.direct", "doctor.filesystems", "doctor.native"},
     "doctor.libraries": {"doctor.finding", "doctor.child", "doctor.machine"},
     "doctor.gpudirect": {"doctor.finding", "doctor.child", "doctor.machine"},
     "doctor.report": {

@@ -9,7 +9,7 @@ import shlex
 import warnings
 from pathlib import Path
 
-from tierzero.doctor import direct, filesystems
+from tierzero.doctor import direct, filesystems, native
 from tierzero.doctor.finding import Finding, one_line
 from tierzero.drives import Drive
 from tierzero.sizes import format_size
@@ -33,6 +33,8 @@ def findings(drive: Drive, gpu: bool) -> list[Finding]:
     if folder.is_dir():
         tried = direct.try_direct(folder)
         found += [writable(tried, drive.path), direct.finding(tried, drive.path)]
+        if not tried.unwritable:
+            found.append(native.engine_on(drive.path))
     else:
         advice = "a store is a directory: give one, or the directory that this file lies in"
         found.append(Finding("writable", "not a directory", "fail", advice, drive.path))
