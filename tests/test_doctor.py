@@ -76,13 +76,17 @@ def test_mount_options(tree: Tree, fs_type: str, options: str, super_options: st
     assert said in found.advice
 
 
-def test_ext4_without_spelled_out_ordering_has_its_remount_line(tree: Tree) -> None:
-    """N14."""
-    drive = mounted(tree, "ext4", super_options="rw,stripe=4")
+def test_ext4_without_spelled_out_ordering_has_its_mount_line(tree: Tree) -> None:
+    """N14. A remount would not make the kernel show it."""
+    drive = mounted(tree, "ext4", super_options="rw,stripe=4", options="rw,noatime")
     found = filesystems.gpudirect_mount(drive, wanted=True)
     assert found is not None
     assert found.status == "warn"
-    assert "sudo mount -o remount,data=ordered '/mnt/my data'" in found.advice
+    at = "'/mnt/my data'"
+    assert f"sudo umount {at} && sudo mount -o noatime,data=ordered /dev/vda1 {at}" in found.advice
+    top = filesystems.gpudirect_mount(Drive("/", "/", Mount(1, "/", "/", "8:1", "ext4", "x", ("rw",)), (), ()), True)
+    assert top is not None
+    assert "rootflags=data=ordered" in top.advice
     assert filesystems.gpudirect_mount(mounted(tree, "ext4", super_options="rw,data=ordered"), wanted=True) is None
     assert filesystems.gpudirect_mount(mounted(tree, "overlay"), wanted=False) is None
     refused = filesystems.gpudirect_mount(mounted(tree, "overlay"), wanted=True)
@@ -259,6 +263,8 @@ def test_direct_io_that_is_refused_or_too_coarse() -> None:
     refused = direct.finding(direct.Direct(OSError(errno.EINVAL, "Invalid argument")), "/x")
     assert (refused.status, refused.value) == ("warn", "refused: Invalid argument")
     assert direct.finding(direct.Direct(None, False, 4, 65536, True), "/x").status == "warn"
+    ignored = direct.finding(direct.Direct(None, False, 0, 512, True, ignored=True), "/x")
+    assert (ignored.status, ignored.value) == ("warn", "accepted, but not used (statx)")
     assert direct.finding(direct.Direct(None, False, 4, 512, True), "/x").status == "ok"
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tierzero.doctor.finding import Finding
 from tierzero.doctor.report import Report, examine
-from tierzero.doctor.selftest import BACKENDS, Verdict, Trial, selftest
+from tierzero.doctor.selftest import BACKENDS, Trial, Verdict, selftest
 
 _STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 _MB = 1e6

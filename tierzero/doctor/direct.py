@@ -22,7 +22,8 @@ _TRIED = (512, 1024, 2048, 4096)
 @dataclass(frozen=True)
 class Direct:
     """`error`: why O_DIRECT does not work, None if it does. `unwritable`: not even a plain file could be written.
-    Alignments in bytes, 0 where unknown; `told` by the kernel or found by trying.
+    Alignments in bytes, 0 where unknown; `told` by the kernel or found by trying. `ignored`: the kernel says that the
+    flag is accepted without effect.
     """
 
     error: OSError | None
@@ -30,6 +31,7 @@ class Direct:
     memory: int = 0
     offset: int = 0
     told: bool = False
+    ignored: bool = False
 
 
 def try_direct(folder: Path) -> Direct:
@@ -50,7 +52,9 @@ def try_direct(folder: Path) -> Direct:
     try:
         told = dio_align(name)
         offset = _round_trips(name)
-        return Direct(None, False, told[0], told[1] or offset, bool(told[1]))
+        if told is None:
+            return Direct(None, offset=offset)
+        return Direct(None, False, told[0], told[1] or offset, told=True, ignored=told[1] == 0)
     except OSError as error:
         return Direct(error)
     finally:
@@ -90,21 +94,23 @@ def _round_trips(name: str) -> int:
     return smallest
 
 
-def dio_align(name: str) -> tuple[int, int]:
-    """(memory, offset) alignment in bytes as statx tells them; (0, 0) where kernel or C library do not."""
+def dio_align(name: str) -> tuple[int, int] | None:
+    """(memory, offset) alignment in bytes as statx tells them, (0, 0) for a file that is always cached; None where
+    kernel, file system or C library do not tell.
+    """
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     try:
         status = ctypes.CDLL(None, use_errno=True).statx(
             _AT_FDCWD, os.fsencode(name), 0, ctypes.c_uint(_STATX_DIOALIGN), buffer
         )
     except AttributeError:
-        return 0, 0
+        return None
 
     def number(at: int) -> int:
         return ctypes.c_uint32.from_buffer(buffer, at).value
 
     if status != 0 or not number(_MASK_AT) & _STATX_DIOALIGN:
-        return 0, 0
+        return None
     return number(_MEMORY_AT), number(_OFFSET_AT)
 
 
@@ -115,8 +121,12 @@ def finding(direct: Direct, path: str) -> Finding:
         "memory_alignment": direct.memory,
         "offset_alignment": direct.offset,
         "told_by_statx": direct.told,
+        "ignored": direct.ignored,
         "error": None if direct.error is None else str(direct.error),
     }
+    if direct.error is None and direct.ignored:
+        advice = "the file system caches these files all the same (data=journal, encryption, ...): use another mount"
+        return Finding("O_DIRECT", "accepted, but not used (statx)", "warn", advice, path, facts)
     if direct.error is None:
         memory = f", memory {direct.memory}" if direct.memory else ""
         source = "statx" if direct.told else "tried"

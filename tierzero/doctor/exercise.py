@@ -7,7 +7,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tierzero.layout import PAGE, round_up
-from tierzero.tiers.base import BlockFile, memory_of
+from tierzero.tiers.base import BlockFile, aligned_empty, memory_of
 
 FAR = (1 << 32) + 3 * PAGE  # past what 32 bits count
 _SIZES = (1, 7, 511, 512, 513, 4095, 4096, 4097, 65_537, (1 << 20) + 3, 4 << 20, (4 << 20) + 1, (9 << 20) + 5)
@@ -125,35 +125,50 @@ async def _all(operations: list[Coroutine[Any, Any, None]]) -> None:
 
 
 async def large(file: BlockFile, score: Score, *, until: float, most: int) -> None:
-    """Write and read blocks in order, several in flight, until `until` (monotonic seconds) or `most` bytes."""
+    """Write and read blocks in order, several always in flight, until `until` (monotonic seconds) or `most` bytes."""
     blocks = max(1, min(_LARGE, most) // _BLOCK)
-    whole = torch.empty(_BLOCK + PAGE, dtype=torch.uint8)
-    data = whole[-whole.data_ptr() % PAGE :][:_BLOCK]
+    data = aligned_empty(_BLOCK)
     memory_of(data)[:] = random.Random(blocks).randbytes(_BLOCK)
-    buffers = [unaligned(_BLOCK + PAGE, 1) for _ in range(_IN_FLIGHT)]
-    buffers = [buffer[-buffer.data_ptr() % PAGE :][:_BLOCK] for buffer in buffers]
-    start, half = time.monotonic(), (until + time.monotonic()) / 2
-    done = 0
-    while done < blocks and (done == 0 or time.monotonic() < half):
-        count = min(_IN_FLIGHT, blocks - done)
-        await _all([file.write((done + index) * _BLOCK, data) for index in range(count)])
-        done += count
+    buffers = [aligned_empty(_BLOCK) for _ in range(min(_IN_FLIGHT, blocks))]
+
+    async def write(index: int, buffer: torch.Tensor) -> None:
+        await file.write(index * _BLOCK, data)
+
+    async def read(index: int, buffer: torch.Tensor) -> None:
+        await file.read(index * _BLOCK, buffer)
+        if not torch.equal(buffer, data):
+            raise WrongBytes(f"{file.path}: the block at offset {index * _BLOCK} came back different")
+
+    start = time.monotonic()
+    written = await _stream(write, buffers, blocks, (until + start) / 2)
     await file.sync()
-    score.write = done * _BLOCK / (time.monotonic() - start)
+    middle = time.monotonic()
     drop_cache(file.path)
-    spent, at = 0.0, 0
-    while at < done and (at == 0 or time.monotonic() < until):
-        count = min(_IN_FLIGHT, done - at)
-        before = time.monotonic()
-        await _all([file.read((at + index) * _BLOCK, buffers[index]) for index in range(count)])
-        spent += time.monotonic() - before
-        for index in range(count):
-            if not torch.equal(buffers[index], data):
-                raise WrongBytes(f"{file.path}: the block at offset {(at + index) * _BLOCK} came back different")
-        at += count
-    score.read = at * _BLOCK / spent
-    score.verified += at * _BLOCK
-    score.requests += done + at
+    begin = time.monotonic()
+    got = await _stream(read, buffers, written, until)
+    score.write = written * _BLOCK / (middle - start)
+    score.read = got * _BLOCK / (time.monotonic() - begin)
+    score.verified += got * _BLOCK
+    score.requests += written + got
+
+
+async def _stream(
+    step: Callable[[int, torch.Tensor], Coroutine[Any, Any, None]],
+    buffers: list[torch.Tensor],
+    blocks: int,
+    until: float,
+) -> int:
+    """Each buffer is used for one block after the other; returns how many blocks were done."""
+    done = 0
+
+    async def work(buffer: torch.Tensor) -> None:
+        nonlocal done
+        while done < blocks and (done < len(buffers) or time.monotonic() < until):
+            index, done = done, done + 1
+            await step(index, buffer)
+
+    await _all([work(buffer) for buffer in buffers])
+    return done
 
 
 def drop_cache(path: str) -> None:

@@ -58,6 +58,7 @@ KINDS: dict[str, tuple[Status, str]] = {
     "msdos": ("warn", _FAT),
     "exfat": ("note", "no journal and no sparse files: use ext4 or xfs"),
 }
+_KEPT = ("noatime", "nodiratime", "lazytime", "nosuid", "nodev", "noexec", "discard", "ro")  # by a mount made anew
 
 
 def file_system(drive: Drive) -> Finding:
@@ -124,7 +125,7 @@ def gpudirect_mount(drive: Drive, wanted: bool) -> Finding | None:
         return None
     status: Status = "warn" if wanted else "note"
     if mount.fs_type == "ext4":
-        advice = f"for GPUDirect only: {remount(mount)}, and in /etc/fstab"
+        advice = f"for GPUDirect only: {spelled_out(mount)}"
         return Finding("GPUDirect mount", "ext4 without data=ordered", status, advice, drive.path)
     if not wanted:
         return None
@@ -132,9 +133,15 @@ def gpudirect_mount(drive: Drive, wanted: bool) -> Finding | None:
     return Finding("GPUDirect mount", mount.fs_type, "note", advice, drive.path)
 
 
-def remount(mount: Mount) -> str:
-    """The line that spells data=ordered out for an ext4 mount (N14)."""
-    return f"sudo mount -o remount,data=ordered {shlex.quote(mount.point)}"
+def spelled_out(mount: Mount) -> str:
+    """What mounts an ext4 with data=ordered written out (N14). A remount is no help: the kernel accepts it and goes on
+    showing nothing, since that mode is the default.
+    """
+    if mount.point == "/":
+        return "boot with rootflags=data=ordered (GRUB_CMDLINE_LINUX in /etc/default/grub)"
+    options = ",".join([*(option for option in mount.options if option in _KEPT), "data=ordered"])
+    point = shlex.quote(mount.point)
+    return f"sudo umount {point} && sudo mount -o {options} {shlex.quote(mount.source)} {point}, and in /etc/fstab"
 
 
 def disks(drive: Drive) -> Finding:
