@@ -90,6 +90,21 @@ def test_one_object_with_everything(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [other]
 
 
+def test_help_and_the_command_itself_load_no_torch() -> None:
+    """It must be able to say that there is none, and its libraries must not take it down."""
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from tierzero.cli.main import app\n"
+        "CliRunner().invoke(app, ['doctor', '--help'])\n"
+        "print(sorted({'torch', 'numpy', 'tierzero.doctor'} & set(sys.modules)))\n"
+        "import tierzero.cli.doctor\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["[]", "False"]
+
+
 def test_the_table_fits_a_pipe_and_the_current_directory_is_looked_at(tmp_path: Path) -> None:
     done = tierzero("doctor", env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
