@@ -148,12 +148,13 @@ def test_a_directory_of_others(tmp_path: Path) -> None:
 def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
     file = tmp_path / "mine"
     file.write_text("mine")
-    found = report(str(file), code=1)
-    assert found["ok"] is False
+    found = report("--selftest", str(file), code=1)
+    assert found["ok"] is found["selftest"]["ok"] is False
     assert named(found, "writable")["status"] == "fail"
     done = tierzero("doctor", "--selftest", str(file), env=environment())
     assert done.returncode == 1
-    assert "needs a directory" in done.stderr
+    assert "self-test, beginning: " in done.stdout.splitlines()[-1]
+    assert "needs a directory" in done.stdout.splitlines()[-1]
     assert file.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [file]
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tierzero.cli.main import describe
 from tierzero.doctor.finding import Finding
 from tierzero.doctor.report import Report, examine
 from tierzero.doctor.selftest import BACKENDS, Trial, Verdict, selftest
@@ -36,7 +37,10 @@ def run(paths: Sequence[Path], tested_path: Path | None, *, as_json: bool) -> in
             status.start()
         tested = None
         if tested_path is not None:
-            tested = selftest(tested_path, heard=lambda backend: status.update(f"self-test: {backend}"))
+            try:
+                tested = selftest(tested_path, heard=lambda backend: status.update(f"self-test: {backend}"))
+            except OSError as error:  # what was found out until here is still to be printed
+                tested = Verdict(str(tested_path), (Trial("beginning", False, describe(error)),), 0.0)
     ok = not report.failed and (tested is None or tested.ok)
     if as_json:
         everything = report.as_dict()
