@@ -14,7 +14,7 @@ import tierzero
 PACKAGE = Path(tierzero.__file__).parent
 # later rows may import earlier ones, never the other way round; inside a row only the arrows named in INSIDE
 ROWS = [
-    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc", "profiles"},
+    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc", "profiles", "drives", "cgroup"},
     {"checksum", "lock", "manifest"},
     {
         "tiers.base",
@@ -41,11 +41,13 @@ ROWS = [
     {"bench.search"},
     {"bench.nvme"},
     {"bench.show"},
+    {"doctor"},
     {"cli"},
 ]
 INSIDE = {
     "layout": {"errors"},
     "extents": {"layout"},
+    "cgroup": {"drives"},
     "loop": {"errors"},
     "checksum": set(),
     "manifest": {"checksum"},
@@ -61,9 +63,31 @@ INSIDE = {
     "store": {"versions", "space", "directory", "tiers.base"},
     "optim.clip": {"optim.norms"},
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
+    "doctor.child": set(),
+    "doctor.machine": {"doctor.finding"},
+    "doctor.limits": {"doctor.finding", "doctor.machine"},
+    "doctor.native": {"doctor.finding", "doctor.machine"},
+    "doctor.filesystems": {"doctor.finding"},
+    "doctor.direct": {"doctor.finding"},
+    "doctor.paths": {"doctor.finding", "doctor.direct", "doctor.filesystems", "doctor.native"},
+    "doctor.libraries": {"doctor.finding", "doctor.child", "doctor.machine"},
+    "doctor.gpudirect": {"doctor.finding", "doctor.child", "doctor.machine"},
+    "doctor.report": {
+        "doctor.finding",
+        "doctor.child",
+        "doctor.machine",
+        "doctor.limits",
+        "doctor.native",
+        "doctor.paths",
+        "doctor.libraries",
+        "doctor.gpudirect",
+    },
+    "doctor.gpudirect_trial": {"doctor.exercise", "doctor.backends"},
+    "doctor.backends": {"doctor.finding", "doctor.exercise", "doctor.gpudirect_trial", "doctor.training"},
+    "doctor.selftest": {"doctor.child"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
-PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "profiles"}  # no torch
+PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "profiles", "drives", "cgroup"}  # no torch
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from tierzero import cgroup
 from tierzero.errors import ConfigError
 from tierzero.sizes import parse_size
 
@@ -118,13 +119,7 @@ def _size(value: int | float | str, of: int, what: str) -> int:
 
 
 def memory_limit() -> int:
-    """Bytes of memory this process may use: the machine's, or its cgroup's limit where that is lower."""
-    limit = int(psutil.virtual_memory().total)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limit = min(limit, int(text))
-    return limit
+    """Bytes of memory this process may use: the machine's, or its control groups' limit where that is lower."""
+    total = int(psutil.virtual_memory().total)
+    limit = cgroup.memory_limit()
+    return total if limit is None else min(total, limit)
