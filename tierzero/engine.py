@@ -169,9 +169,9 @@ class Engine:
         assert self.store is not None
         live = sum(extent.capacity for extent in self.store.space.live())
         current = sum(extent.capacity for extent in self.store.current.values())
-        flushed = self.homes.host_bytes(self.units)
+        flushed, changed = self.homes.host_bytes(self.units), self.homes.host_bytes(self.units, changed=True)
         largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
-        self.store.reserve(max(live + flushed, 2 * current + flushed + self.streamed.width * largest))
+        self.store.reserve(max(live + changed, 2 * current + flushed + self.streamed.width * largest))
 
     def disk_records(self) -> list[tuple[str, int]]:
         """(name, bytes) of every record that lies in the store when all state records exist."""

@@ -100,6 +100,20 @@ class Store(Versions):
         with self._mutex:
             return dict(self._snapshots)
 
+    def recall(self, name: str, extent: Extent | None = None) -> bool:
+        """Make the version of `name` that a snapshot holds in `extent` (the last snapshot's, if None) current again,
+        without writing. False if there is none.
+        """
+        with self._mutex:
+            self._check_open()
+            for snapshot in sorted(self._snapshots.values(), key=lambda one: -one.epoch):
+                there = snapshot.records.get(name)
+                if there is not None and extent in (None, there[0]):
+                    self.space.hold(there[0])
+                    self.publish(name, *there)
+                    return True
+            return False
+
     async def snapshot(self, name: str, meta: dict[str, Any], keep: Collection[str] = ()) -> Snapshot:
         """Commit the current records as snapshot `name`, with `meta` (JSON values).
 
