@@ -14,8 +14,22 @@ import tierzero
 PACKAGE = Path(tierzero.__file__).parent
 # later rows may import earlier ones, never the other way round; inside a row only the arrows named in INSIDE
 ROWS = [
-    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc"},
-    {"checksum", "lock", "manifest"},
+    {
+        "errors",
+        "sizes",
+        "layout",
+        "schedule",
+        "metrics",
+        "native",
+        "extents",
+        "loop",
+        "malloc",
+        "stripes",
+        "endurance",
+        "hugepages",
+        "profiles",
+    },
+    {"checksum", "lock", "manifest", "members", "tuning"},
     {
         "tiers.base",
         "directory",
@@ -44,11 +58,13 @@ INSIDE = {
     "loop": {"errors"},
     "checksum": set(),
     "manifest": {"checksum"},
+    "members": {"manifest"},
     "directory": set(),
     "tiers.host": {"tiers.base"},
     "tiers.portable": {"tiers.base"},
     "tiers.faulty": {"tiers.base"},
     "tiers.nvme": {"tiers.base"},
+    "tiers.config": {"directory"},
     "tiers.base": {"tiers.nvme", "tiers.portable"},  # chosen at run time, inside a function
     "space": {"tiers.base"},
     "blocks": {"tiers.base"},
@@ -58,7 +74,7 @@ INSIDE = {
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
-PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics"}  # no torch
+PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "stripes", "endurance", "hugepages"}  # no torch
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

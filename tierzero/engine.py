@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +30,7 @@ from tierzero.store import Store
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import Block, HostArena
 from tierzero.transfer import make_transfer
+from tierzero.tuning import engine_options, measured
 from tierzero.unit import Unit, spec_of
 from tierzero.updates import UpdateQueue
 
@@ -59,29 +62,32 @@ class Engine:
         self.metrics = Metrics()
         self.closed = False
         sizes = unit_sizes(parts)
-        directory = tiers.directory()
+        directories = tiers.directories()
         self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()
         self.placement: Placement = place(
             sizes,
             host=self.metrics.host_budget,
             device=self.metrics.device_budget,
-            nvme=directory is not None,
+            drives=len(directories),
             native=NATIVE is not None,
             cuda=self.device.type == "cuda",
         )
         self._undo: list[Any] = []
         try:
-            self._build(model, parts, directory, resume, overwrite)
+            self._build(model, parts, directories, resume, overwrite)
         except BaseException:
             _take_apart(self._undo, os.getpid())
             raise
+        self.started = time.monotonic()
         ENGINES.add(self)
         self._finalizer = weakref.finalize(self, _take_apart, self._undo, os.getpid())
 
     # -- building
     # --------------------------------------------------------------------------------------------------------
 
-    def _build(self, model: nn.Module, parts: list[Part], directory: Any, resume: str | bool, overwrite: bool) -> None:
+    def _build(
+        self, model: nn.Module, parts: list[Part], directories: list[Path], resume: str | bool, overwrite: bool
+    ) -> None:
         placement = self.placement
         self.loop = LoopThread()
         self._undo.append(self.loop.close)
@@ -91,11 +97,11 @@ class Engine:
         if NATIVE is not None:
             from tierzero.tiers.nvme import NativeEngine
 
-            self.io = NativeEngine(block=placement.block)
+            self.io = NativeEngine(**engine_options(measured(directories)))
             self._undo.append(self.io.close)
         self.store: Store | None = None
-        if directory is not None:
-            self.store = Store(directory, engine=self.io, resume=resume, overwrite=overwrite)
+        if directories:
+            self.store = Store(directories, engine=self.io, resume=resume, overwrite=overwrite)
             self._undo.append(self.store.close)
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
@@ -103,7 +109,9 @@ class Engine:
         self.streamed = self._streamed()
         self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
         self.updates = UpdateQueue(self.metrics, self.streamed.width)
-        staging = [self.arena.allocate(placement.block, "staging for fetches") for _ in range(placement.staging_blocks)]
+        staging = [
+            self.arena.allocate(placement.staging_block, "staging for fetches") for _ in range(placement.staging_blocks)
+        ]
         if self.device.type == "cpu":
             flats = [unit.layout.flat_bytes for unit in self.units]
             map_from(min((nbytes for nbytes in flats if nbytes >= SMALLEST), default=SMALLEST))

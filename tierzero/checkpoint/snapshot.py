@@ -64,8 +64,8 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
 
 
 async def _flush_buffers(engine: Engine, raw: torch.Tensor) -> None:
-    """Make `raw` the current buffers' record. Buffers count no changes: what the last snapshot has is read and compared,
-    and written only if it differs.
+    """Make `raw` the current buffers' record. Buffers count no changes: what the last snapshot has is read and
+    compared, and `raw` is written only if it differs.
     """
     store = engine.store
     assert store is not None
