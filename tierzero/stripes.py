@@ -36,16 +36,16 @@ def stripe_weights(bandwidths: Sequence[float | None]) -> list[int]:
     Equal where any bandwidth is unknown (None), not positive or not finite. With more than 64 members all are 1.
     """
     known = [value for value in bandwidths if value is not None and 0 < value < math.inf]
-    if len(known) < len(bandwidths) or len(known) > WEIGHTS_MAX:
+    if not 0 < len(known) <= WEIGHTS_MAX or len(known) < len(bandwidths):
         return [1] * len(bandwidths)
     best = [1] * len(known)
     error = _error(best, known)
     for total in range(len(known) + 1, WEIGHTS_MAX + 1):
         weights = _shares(known, total)
         now = _error(weights, known)
-        if now < error * 0.99:  # a longer period must be worth it
+        if now < error - 0.01:  # a longer period must save a hundredth of the time: measurements are no better
             best, error = weights, now
-    common = math.gcd(*best) if best else 1
+    common = math.gcd(*best)
     return [weight // common for weight in best]
 
 
