@@ -1,4 +1,4 @@
-"""Which directory is which member of a striped store: matched by identity, refused in a sentence; no data moves here."""
+"""Which directory is which member of a striped store: matched by identity, refused in a sentence. No data moves."""
 
 from __future__ import annotations
 
