@@ -43,7 +43,9 @@ def prepare_directory(directory: str | os.PathLike[str]) -> str:
 
 
 def check_apart(directories: Sequence[str | os.PathLike[str]]) -> None:
-    """StoreError if two of the directories are the same or one lies inside another."""
+    """StoreError if there are none, two of the directories are the same, or one lies inside another."""
+    if not directories:
+        raise StoreError("the store was given no directory: give one on each drive")
     real = [os.path.realpath(os.path.expanduser(os.fspath(directory))) for directory in directories]
     for index, one in enumerate(real):
         for other in real[:index]:

@@ -73,7 +73,7 @@ class Plan:
             ),
         ]
         if self.steps_to_tbw is not None:
-            rows.append(("steps to the drives' rating", "-", "-", f"{self.steps_to_tbw:,}"))
+            rows.append(("steps to rating", "-", "-", f"{self.steps_to_tbw:,}"))
         return rows
 
 
@@ -102,15 +102,20 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
     frozen = sum(
         layout.region_bytes("frozen") for layout, there in zip(layouts, placement.param_host, strict=True) if not there
     )
+    trained_host = param_host - sum(
+        layout.region_bytes("frozen") for layout, there in zip(layouts, placement.param_host, strict=True) if there
+    )
     fetches = fetches_per_step(sizes, device - placement.grad_reserve, tiers.depth())
     fetched = [count * layout.flat_bytes for count, layout in zip(fetches, layouts, strict=True)]
     changing = state_nvme + copies
     largest = max((layout.state_bytes + layout.flat_bytes for layout in layouts), default=0)
     nvme = 0
     if directories:
-        nvme = changing + frozen + 3 * largest
+        spare = 3 * largest
         if snapshots:
-            nvme += changing + param_host + state_host
+            nvme = changing + param_host + state_host
+            spare = max(spare, state_host + trained_host)  # the last snapshot stands while they are written again
+        nvme += changing + frozen + spare
     grads = sum(layout.grad_bytes for layout in layouts)
     return Plan(
         params=sum(spec.numel for spec in specs),

@@ -99,7 +99,7 @@ def rows(config: Config, plan: Plan) -> list[tuple[str, str, str, str]]:
     free = "" if plan.disk_free is None else f", {format_size(plan.disk_free)} free"
     wear = []
     if plan.steps_to_tbw is not None:
-        wear.append(("steps to the drives' rating", "-", "-", f"{plan.steps_to_tbw:,}"))
+        wear.append(("steps to rating", "-", "-", f"{plan.steps_to_tbw:,}"))
     places = ", ".join(map(str, config.stores))
     return [
         ("parameters", "as used", size(plan.param_host), size(plan.param_nvme)),
