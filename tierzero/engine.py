@@ -156,6 +156,8 @@ class Engine:
         work: Block | None = None
         if NATIVE is not None and placement.update_bytes:
             buffers = self.arena.allocate(placement.update_bytes, "chunk buffers of the optimizer step")
+            if self.store is not None:
+                self.io.register(buffers.tensor)  # all that the step transfers goes through them
             stepper = NATIVE.Stepper(self.io.native, buffers.tensor, placement.chunk)
             self._undo.append(stepper.close)
         elif placement.work_bytes:

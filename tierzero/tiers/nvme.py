@@ -91,6 +91,13 @@ class NativeEngine:
             except Exception as error:
                 future.set_exception(error)
 
+    def register(self, buffer: torch.Tensor) -> bool:
+        """Make uint8[n] known to the kernel, for cheaper requests in it; it must live until the engine is closed.
+
+        False where that cannot be, which costs speed only.
+        """
+        return bool(self.native.register(buffer))
+
     def counters(self) -> dict[str, Any]:
         """Bytes and requests really transferred since the engine was made, padding included."""
         return dict(self.native.counters())
