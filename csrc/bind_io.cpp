@@ -160,8 +160,11 @@ void PyEngine::close() {
 void bind_io(nb::module_& m) {
     nb::class_<Slab>(m, "Slab")
         .def(
-            "__init__", [](Slab* self, nb::handle nbytes) { new (self) Slab(take_size(nbytes, "nbytes")); },
-            nb::arg("nbytes"))
+            "__init__",
+            [](Slab* self, nb::handle nbytes, int node) {
+                new (self) Slab(take_size(nbytes, "nbytes"), node);
+            },
+            nb::arg("nbytes"), nb::arg("node") = -1)
         .def_prop_ro("nbytes", &Slab::size)
         .def_prop_ro("address", [](const Slab& s) { return reinterpret_cast<std::uintptr_t>(s.data()); })
         .def("array",

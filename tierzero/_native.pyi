@@ -61,9 +61,12 @@ def adam_isa() -> str:
     """The kernel in use: "avx2" or "scalar" (also by TIERZERO_ISA=scalar in the environment)."""
 
 class Slab:
-    """Anonymous memory on a 2 MiB boundary, in huge pages where the kernel has them; untouched pages cost nothing."""
+    """Anonymous memory on a 2 MiB boundary, in huge pages where the kernel has them; untouched pages cost nothing.
 
-    def __init__(self, nbytes: int) -> None: ...
+    Its pages come from the NUMA node `node` while that has room; -1: from wherever they are first touched.
+    """
+
+    def __init__(self, nbytes: int, node: int = -1) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property
