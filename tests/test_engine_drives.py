@@ -120,3 +120,20 @@ def test_several_profiles_are_put_together() -> None:
     assert engine_options([]) == engine_options([None, None]) == {}
     assert engine_options([slow, fast]) == {"kind": "auto", "block": 4 << 20, "depth": 16}
     assert engine_options([slow, None]) == {"kind": "pool", "block": 1 << 20, "depth": 8}
+
+
+def test_memory_comes_from_the_drives_own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from tierzero import drives
+    from tierzero.tuning import numa_node
+
+    assert numa_node([]) == -1
+    assert numa_node([tmp_path]) >= -1
+    nodes = {"a": [1], "b": [1, 1], "c": [0], "d": []}
+
+    def drive_of(path: str) -> SimpleNamespace:
+        return SimpleNamespace(disks=[SimpleNamespace(numa_node=node) for node in nodes[path]])
+
+    monkeypatch.setattr(drives, "drive_of", drive_of)
+    assert [numa_node(list(names)) for names in ("a", "ab", "abc", "d", "ad")] == [1, 1, -1, -1, 1]

@@ -28,6 +28,7 @@ ROWS = [
         "endurance",
         "hugepages",
         "profiles",
+        "drives",
     },
     {"checksum", "lock", "manifest", "members", "tuning"},
     {

@@ -30,7 +30,7 @@ from tierzero.store import Store
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import Block, HostArena
 from tierzero.transfer import make_transfer
-from tierzero.tuning import engine_options, measured
+from tierzero.tuning import engine_options, measured, numa_node
 from tierzero.unit import Unit, spec_of
 from tierzero.updates import UpdateQueue
 
@@ -91,7 +91,7 @@ class Engine:
         placement = self.placement
         self.loop = LoopThread()
         self._undo.append(self.loop.close)
-        self.arena = HostArena(placement.host_needed)
+        self.arena = HostArena(placement.host_needed, node=numa_node(directories))
         self._undo.append(self.arena.close)
         self.io: Any = None
         if NATIVE is not None:

@@ -1,4 +1,4 @@
-"""What the measured profiles of the drives say: how to run the engine, and how to stripe a new store."""
+"""What is known of the drives: how to run the engine, how to stripe a new store, and where memory should lie."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ def measured(directories: Sequence[str | os.PathLike[str]]) -> list[Any]:
     from tierzero import profiles
 
     return [profiles.load(os.fspath(directory)) for directory in directories]
+
+
+def numa_node(directories: Sequence[str | os.PathLike[str]]) -> int:
+    """The NUMA node that all the drives under the directories are attached to; -1 if they differ or none is known."""
+    from tierzero import drives
+
+    nodes = {disk.numa_node for directory in directories for disk in drives.drive_of(directory).disks}
+    return nodes.pop() if len(nodes) == 1 else -1
 
 
 def weights_of(profiles: Sequence[Any]) -> list[int]:

@@ -45,10 +45,11 @@ class HostArena:
     """`budget` bytes of host memory, handed out in runs of whole 4 KiB pages, first fit. Thread-safe.
 
     Pages that were never used cost nothing, unless the arena is pinned for a GPU: `pin` None pins where CUDA is
-    available. Pinning that fails is a warning, and the arena works unpinned.
+    available. Pinning that fails is a warning, and the arena works unpinned. `node`: the NUMA node that pages come from
+    while it has room, -1 for any.
     """
 
-    def __init__(self, budget: int, *, pin: bool | None = None) -> None:
+    def __init__(self, budget: int, *, pin: bool | None = None, node: int = -1) -> None:
         if budget < 0:
             raise ValueError(f"a host budget of {budget} bytes makes no sense: give zero or more")
         self.budget = budget // PAGE * PAGE
@@ -58,7 +59,7 @@ class HostArena:
         self._lock = threading.Lock()
         self._free = FreeList(self.budget)
         self._registered: list[int] = []
-        self._tensor = _memory(self.budget)
+        self._tensor = _memory(self.budget, node)
         self._pages: tuple[bool, float, tuple[int, int]] | None = None
         self._told = False
         if self.budget and (torch.cuda.is_available() if pin is None else pin):
@@ -146,8 +147,8 @@ def _forget_cuda_error() -> None:
             torch.empty(1, device="cuda").fill_(0)
 
 
-def _memory(nbytes: int) -> torch.Tensor:
+def _memory(nbytes: int, node: int) -> torch.Tensor:
     """Page-aligned uint8[nbytes] whose untouched pages cost nothing."""
     if NATIVE is None or nbytes == 0:
         return aligned_empty(nbytes)
-    return torch.from_numpy(NATIVE.Slab(nbytes).array())
+    return torch.from_numpy(NATIVE.Slab(nbytes, node).array())
