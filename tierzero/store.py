@@ -100,7 +100,10 @@ class Store(Versions):
         layout = manifest.layout
         files = (manifest.data,) if layout is None else layout.files
         paths = [os.path.join(directory, name) for directory, name in zip(self.directories, files, strict=True)]
-        fresh = not any(snapshot.records for snapshot in manifest.snapshots.values())
+        if layout is None:
+            fresh = not any(snapshot.records for snapshot in manifest.snapshots.values())
+        else:  # while there is a manifest, every directory must say which member it is
+            fresh = not manifest.snapshots
         if fresh:
             reclaim_directories(self.directories, manifest.data, stale=self.stale is not None, overwrite=overwrite)
         else:
@@ -145,8 +148,8 @@ class Store(Versions):
             return dict(self._snapshots)
 
     def recall(self, name: str, extent: Extent | None = None) -> bool:
-        """Make the version of `name` that a snapshot holds in `extent` (the last snapshot's, if None) current again,
-        without writing. False if there is none.
+        """Make the version of `name` that a snapshot holds in `extent` current again, without writing; if None, the
+        one of the last snapshot that has any. False if there is none.
         """
         with self._mutex:
             self._check_open()
