@@ -14,8 +14,24 @@ import tierzero
 PACKAGE = Path(tierzero.__file__).parent
 # later rows may import earlier ones, never the other way round; inside a row only the arrows named in INSIDE
 ROWS = [
-    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc", "profiles", "drives", "cgroup"},
-    {"checksum", "lock", "manifest"},
+    {
+        "errors",
+        "sizes",
+        "layout",
+        "schedule",
+        "metrics",
+        "native",
+        "extents",
+        "loop",
+        "malloc",
+        "stripes",
+        "endurance",
+        "hugepages",
+        "profiles",
+        "drives",
+        "cgroup",
+    },
+    {"checksum", "lock", "manifest", "members", "tuning"},
     {
         "tiers.base",
         "directory",
@@ -51,11 +67,13 @@ INSIDE = {
     "loop": {"errors"},
     "checksum": set(),
     "manifest": {"checksum"},
+    "members": {"manifest"},
     "directory": set(),
     "tiers.host": {"tiers.base"},
     "tiers.portable": {"tiers.base"},
     "tiers.faulty": {"tiers.base"},
     "tiers.nvme": {"tiers.base"},
+    "tiers.config": {"directory"},
     "tiers.base": {"tiers.nvme", "tiers.portable"},  # chosen at run time, inside a function
     "space": {"tiers.base"},
     "blocks": {"tiers.base"},
@@ -87,7 +105,10 @@ INSIDE = {
     "doctor.selftest": {"doctor.child"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
-PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics", "profiles", "drives", "cgroup"}  # no torch
+PURE = {  # no torch
+    *("schedule", "layout", "extents", "errors", "sizes", "metrics"),
+    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup"),
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
