@@ -29,7 +29,7 @@ ROWS = [
         "versions",
         "store",
     },
-    {"paged", "grads", "records", "live", "pins", "states"},
+    {"paged", "grads", "records", "live", "pins", "states", "replaced"},
     {"unit", "partition", "placement"},
     {"updates", "transfer", "homes"},
     {"residency", "pager", "saved"},

@@ -30,6 +30,7 @@ from tierzero.live import LiveParameter, live_parameter
 from tierzero.paged import Paged
 from tierzero.pins import Pins
 from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.replaced import note_replaced
 from tierzero.states import LEGAL, State
 from tierzero.tiers.host import Block
 
@@ -150,7 +151,10 @@ class Unit:
         """Put the rest parameters into every slot: the first time, and then wherever the live one stands."""
         for live, rest, slots in zip(self.live, self.rest, self.slots, strict=True):
             for module, name in slots:
-                if not self.registered or module._parameters.get(name) is live:
+                there = module._parameters.get(name)
+                if not self.registered and there is not None:
+                    note_replaced(there, live.param_name)
+                if not self.registered or there is live:
                     module._parameters[name] = rest
             live.shut()
         self.registered = True

@@ -10,7 +10,7 @@ import torch
 
 from tierzero.errors import NonFiniteGradientError, TierzeroError
 from tierzero.optim.clip import place_of
-from tierzero.optim.norms import is_finite, unit_norms
+from tierzero.optim.norms import is_finite, unit_norms, without_grad
 from tierzero.optim.streamed import Hyper
 from tierzero.paged import Paged
 from tierzero.records import StateRecord
@@ -77,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
             )
         return unit, k
 
-    @torch.no_grad()
+    @without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue one update of every parameter that has a gradient. Returns the closure's loss, if there is one."""
         loss = None
