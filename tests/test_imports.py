@@ -45,11 +45,11 @@ ROWS = [
         "versions",
         "store",
     },
-    {"paged", "grads", "records"},
+    {"paged", "grads", "records", "live", "pins", "states", "replaced"},
     {"unit", "partition", "placement"},
     {"updates", "transfer", "homes"},
-    {"pager", "saved"},
-    {"hooks", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
+    {"residency", "pager", "saved"},
+    {"hooks", "backward", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
     {"bench.scratch", "bench.fio"},
@@ -79,6 +79,8 @@ INSIDE = {
     "blocks": {"tiers.base"},
     "versions": {"space", "blocks", "tiers.base"},
     "store": {"versions", "space", "directory", "tiers.base"},
+    "pager": {"residency"},
+    "hooks": {"backward"},
     "optim.clip": {"optim.norms"},
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
     "doctor.child": set(),
@@ -107,7 +109,7 @@ INSIDE = {
 }
 PURE = {  # no torch
     *("schedule", "layout", "extents", "errors", "sizes", "metrics"),
-    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup"),
+    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -186,7 +188,7 @@ def test_no_cycles() -> None:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_small_files(path: Path) -> None:
     """One idea a file."""
-    assert len(path.read_text().splitlines()) <= 375
+    assert len(path.read_text().splitlines()) <= 350
 
 
 @pytest.mark.parametrize("name", sorted(PURE))

@@ -16,8 +16,10 @@ from tierzero.engine import ENGINES, Engine
 from tierzero.errors import TierzeroError
 from tierzero.optim.clip import place_of
 from tierzero.partition import Units
+from tierzero.pins import Hold
+from tierzero.states import State
 from tierzero.tiers.config import Tiers
-from tierzero.unit import State, Unit
+from tierzero.unit import Unit
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -96,10 +98,11 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
     engine = _open_engine(module)
     units = _units_of(module, recurse)
     held: list[Unit] = []
+    hold = Hold()
     done = False
     try:
         for unit in units:
-            _acquire(engine, unit, held)
+            _acquire(engine, unit, hold, held)
         yield
         if write:
             for unit in units:
@@ -107,19 +110,17 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
         done = True
     finally:
         for unit in reversed(held):
-            _let_go(engine, unit, changed=write and not done)
+            _let_go(engine, unit, hold, changed=write and not done)
 
 
-def _acquire(engine: Engine, unit: Unit, held: list[Unit]) -> None:
-    engine.pager.acquire(unit, train=False, record=False)
+def _acquire(engine: Engine, unit: Unit, hold: Hold, held: list[Unit]) -> None:
     held.append(unit)
-    unit.holds += 1
+    engine.pager.acquire(unit, hold, train=False, record=False)
     unit.register_live()
 
 
-def _let_go(engine: Engine, unit: Unit, *, changed: bool) -> None:
-    unit.holds -= 1
-    engine.pager.release(unit, register_rest=True)
+def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
+    engine.pager.release(unit, hold, register_rest=True)
     if changed:
         engine.pager.mark_stale(unit)
 
@@ -156,6 +157,7 @@ def initialize(model: nn.Module) -> None:
                 "reset_parameters() to give them values"
             )
     held: list[Unit] = []
+    hold = Hold()
     done = False
     try:
         for module in model.modules():
@@ -165,9 +167,9 @@ def initialize(model: nn.Module) -> None:
             if any(unit not in held for unit in units):
                 while held:
                     _write_back(engine, held[-1], all_of_it=True)
-                    _let_go(engine, held.pop(), changed=False)
+                    _let_go(engine, held.pop(), hold, changed=False)
                 for unit in units:
-                    _acquire(engine, unit, held)
+                    _acquire(engine, unit, hold, held)
             with torch.no_grad():
                 module.reset_parameters()  # type: ignore[operator]
         for unit in held:
@@ -175,7 +177,7 @@ def initialize(model: nn.Module) -> None:
         done = True
     finally:
         for unit in reversed(held):
-            _let_go(engine, unit, changed=not done)
+            _let_go(engine, unit, hold, changed=not done)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
