@@ -19,6 +19,7 @@ test: $(VENV)/.test-installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/nvme.py
 
 dev: $(VENV)/.test-installed
 	$(INSTALL) '.[test,dev]'

@@ -51,7 +51,10 @@ std::uint64_t take_size(nb::handle object, const char* name);
 
 struct PyTicket {
     std::shared_ptr<Ticket> core;
-    std::vector<Array> keep;  // buffers, until the request is seen to be done
+    std::vector<Array> keep;  // buffers, until the kernel is seen to be through with them
+    void let_go() {
+        if (core->released()) keep.clear();
+    }
 };
 
 // The engine and every ticket not yet reaped: native code writes into their buffers.
@@ -63,6 +66,7 @@ struct PyEngine {
 
     std::shared_ptr<Engine> core;
     std::unordered_map<const Ticket*, nb::object> pending;
+    std::vector<nb::object> overdue;  // reaped, but their buffers are still the kernel's
 };
 
 // Close functions of live engines and steppers, run when the interpreter exits.

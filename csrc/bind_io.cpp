@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "bind.hpp"
+#include "forever.hpp"
+#include "ring.hpp"
 #include "slab.hpp"
 
 namespace tz {
@@ -42,7 +44,7 @@ bool wait_for(PyTicket& self, std::optional<double> timeout) {
             done = self.core->wait(left);
         }
         if (done) {
-            self.keep.clear();
+            self.let_go();
             return true;
         }
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -77,6 +79,47 @@ nb::object submit(PyEngine& self, Op op, const File& file, nb::handle offset, nb
     return self.track(std::move(ticket), keep_one(std::move(array)));
 }
 
+EngineKind take_kind(nb::handle object) {
+    if (nb::isinstance<nb::str>(object)) {
+        const auto name = nb::cast<std::string>(object);
+        if (name == "auto") return EngineKind::automatic;
+        if (name == "uring") return EngineKind::uring;
+        if (name == "pool") return EngineKind::pool;
+    }
+    throw nb::value_error("kind is \"auto\", \"uring\" or \"pool\"");
+}
+
+unsigned take_count(nb::handle object, const char* name) {
+    return static_cast<unsigned>(std::min<std::uint64_t>(take_size(object, name), 1u << 20));
+}
+
+nb::dict describe_engine(const PyEngine& e) {
+    nb::dict out;
+    out["engine"] = e.core->name();
+    out["reason"] = e.core->reason();
+    out["block"] = e.core->options().block;
+    out["depth"] = e.core->options().depth;
+    nb::list drives;
+    for (const DriveInfo& info : e.core->drives()) {
+        nb::dict drive;
+        drive["device"] = info.device;
+        drive["engine"] = info.engine;
+        drive["reason"] = info.reason;
+        drive["direct"] = info.direct;
+        drive["fixed_files"] = info.fixed_files;
+        drive["fixed_buffers"] = info.fixed_buffers;
+        nb::list flags;
+        for (const auto& flag : info.flags) flags.append(flag);
+        drive["flags"] = flags;
+        drive["node"] = info.node;
+        drive["bytes_read"] = info.bytes_read;
+        drive["bytes_written"] = info.bytes_written;
+        drives.append(drive);
+    }
+    out["drives"] = drives;
+    return out;
+}
+
 }  // namespace
 
 PyEngine::PyEngine(std::shared_ptr<Engine> engine) : core(std::move(engine)) {
@@ -106,14 +149,22 @@ void PyEngine::close() {
         nb::gil_scoped_release release;
         core->close();
     }
-    for (auto& [key, object] : pending) nb::cast<PyTicket&>(object).keep.clear();
+    for (auto& [key, object] : pending) nb::cast<PyTicket&>(object).let_go();
+    for (auto& object : overdue) {
+        PyTicket& ticket = nb::cast<PyTicket&>(object);
+        ticket.let_go();
+        if (!ticket.keep.empty()) keep_for_ever(std::make_shared<std::vector<Array>>(ticket.keep));
+    }
 }
 
 void bind_io(nb::module_& m) {
     nb::class_<Slab>(m, "Slab")
         .def(
-            "__init__", [](Slab* self, nb::handle nbytes) { new (self) Slab(take_size(nbytes, "nbytes")); },
-            nb::arg("nbytes"))
+            "__init__",
+            [](Slab* self, nb::handle nbytes, int node) {
+                new (self) Slab(take_size(nbytes, "nbytes"), node);
+            },
+            nb::arg("nbytes"), nb::arg("node") = -1)
         .def_prop_ro("nbytes", &Slab::size)
         .def_prop_ro("address", [](const Slab& s) { return reinterpret_cast<std::uintptr_t>(s.data()); })
         .def("array",
@@ -126,13 +177,36 @@ void bind_io(nb::module_& m) {
     nb::class_<File>(m, "File")
         .def(
             "__init__",
-            [](File* self, nb::handle path, bool create, bool direct) {
-                const std::string name = take_path(path);
+            [](File* self, nb::handle path, bool create, bool direct, nb::handle weights, nb::handle stripe) {
+                std::vector<std::string> names;
+                if (nb::isinstance<nb::list>(path) || nb::isinstance<nb::tuple>(path))
+                    for (nb::handle item : nb::iter(path)) names.push_back(take_path(item));
+                else
+                    names.push_back(take_path(path));
+                std::vector<unsigned> shares;
+                if (!weights.is_none())
+                    for (nb::handle item : nb::iter(weights))
+                        shares.push_back(static_cast<unsigned>(
+                            std::min<std::uint64_t>(take_size(item, "a stripe weight"), 1u << 20)));
+                const std::uint64_t bytes = take_size(stripe, "stripe");
                 nb::gil_scoped_release release;
-                new (self) File(name, create, direct);
+                new (self) File(std::move(names), create, direct, std::move(shares), bytes);
             },
-            nb::arg("path"), nb::arg("create") = true, nb::arg("direct") = true)
+            nb::arg("path"), nb::arg("create") = true, nb::arg("direct") = true, nb::kw_only(),
+            nb::arg("weights").none() = nb::none(), nb::arg("stripe") = 0)
         .def_prop_ro("path", [](const File& f) { return fs_string(f.path()); })
+        .def_prop_ro("paths",
+                     [](const File& f) {
+                         nb::list out;
+                         for (const auto& path : f.paths()) out.append(fs_string(path));
+                         return out;
+                     })
+        .def_prop_ro("directs",
+                     [](const File& f) {
+                         nb::list out;
+                         for (const bool direct : f.directs()) out.append(direct);
+                         return out;
+                     })
         .def_prop_ro("direct", &File::direct)
         .def_prop_ro("alignment", &File::alignment)
         .def_prop_ro("closed", &File::closed)
@@ -143,6 +217,14 @@ void bind_io(nb::module_& m) {
                 const std::uint64_t n = take_size(nbytes, "nbytes");
                 nb::gil_scoped_release release;
                 f.preallocate(n);
+            },
+            nb::arg("nbytes"))
+        .def(
+            "truncate",
+            [](File& f, nb::handle nbytes) {
+                const std::uint64_t n = take_size(nbytes, "nbytes");
+                nb::gil_scoped_release release;
+                f.truncate(n);
             },
             nb::arg("nbytes"))
         .def("sync", &File::sync, nb::call_guard<nb::gil_scoped_release>())
@@ -161,17 +243,44 @@ void bind_io(nb::module_& m) {
             nb::arg("timeout") = nb::none())
         .def("result", &result_of);
 
+    m.def("probe_uring", [] { return probe_uring(); }, nb::call_guard<nb::gil_scoped_release>());
+
     nb::class_<PyEngine>(m, "Engine")
         .def(
             "__init__",
-            [](PyEngine* self, nb::handle threads, nb::handle block) {
-                const std::uint64_t n = take_size(threads, "threads");
-                const std::uint64_t bytes = take_size(block, "block");
-                new (self) PyEngine(std::make_shared<Engine>(
-                    static_cast<unsigned>(std::min<std::uint64_t>(n, 1u << 20)), bytes));
+            [](PyEngine* self, nb::handle kind, nb::handle block, nb::handle depth, nb::handle threads,
+               double deadline) {
+                EngineOptions options;
+                options.kind = take_kind(kind);
+                options.block = take_size(block, "block");
+                options.depth = take_count(depth, "depth");
+                options.threads = take_count(threads, "threads");
+                if (!(deadline > 0)) throw nb::value_error("deadline must be a positive number of seconds");
+                options.deadline = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                    std::chrono::duration<double>(std::min(deadline, 1e9)));
+                new (self) PyEngine(std::make_shared<Engine>(options));
             },
-            nb::arg("threads") = 4, nb::arg("block") = 4 << 20)
-        .def_prop_ro("name", [](const PyEngine&) { return "pool"; })
+            nb::kw_only(), nb::arg("kind") = "auto", nb::arg("block") = 4 << 20, nb::arg("depth") = 8,
+            nb::arg("threads") = 0, nb::arg("deadline") = 60.0)
+        .def_prop_ro("name", [](const PyEngine& e) { return e.core->name(); })
+        .def_prop_ro("block", [](const PyEngine& e) { return e.core->options().block; })
+        .def_prop_ro("depth", [](const PyEngine& e) { return e.core->options().depth; })
+        .def("describe", &describe_engine)
+        .def(
+            "register",
+            [](PyEngine& e, nb::handle buffer) {
+                Array array = take_array(buffer, "buffer", {Kind::u8}, true, 1);
+                nb::gil_scoped_release release;
+                return e.core->fix(array.data, array.count);
+            },
+            nb::arg("buffer"))
+        .def(
+            "unregister",
+            [](PyEngine& e, nb::handle buffer) {
+                Array array = take_array(buffer, "buffer", {Kind::u8}, true, 1);
+                e.core->unfix(array.data);
+            },
+            nb::arg("buffer"))
         .def_prop_ro("eventfd", [](const PyEngine& e) { return e.core->completions()->eventfd(); })
         .def(
             "read",
@@ -191,10 +300,17 @@ void bind_io(nb::module_& m) {
                  for (const auto& ticket : e.core->completions()->reap()) {
                      const auto found = e.pending.find(ticket.get());
                      if (found == e.pending.end()) continue;
-                     nb::cast<PyTicket&>(found->second).keep.clear();
+                     PyTicket& py = nb::cast<PyTicket&>(found->second);
+                     py.let_go();
+                     if (!py.keep.empty()) e.overdue.push_back(found->second);
                      out.append(found->second);
                      e.pending.erase(found);
                  }
+                 std::erase_if(e.overdue, [](nb::object& object) {
+                     PyTicket& py = nb::cast<PyTicket&>(object);
+                     py.let_go();
+                     return py.keep.empty();
+                 });
                  return out;
              })
         .def("counters",

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "bind.hpp"
+#include "forever.hpp"
 #include "stepper.hpp"
 
 namespace tz {
@@ -15,15 +16,17 @@ struct PyStepper {
     }
     ~PyStepper() {
         forget_at_exit(this);
-        if (core->foreign())
+        if (core->foreign()) {
             (void)core.release();  // after fork its thread does not exist: leave it all alone
-        else
-            close();
+        } else if (!close()) {
+            keep_for_ever(std::shared_ptr<Stepper>(std::move(core)));
+            keep_for_ever(std::make_shared<Array>(buffers));
+        }
     }
-    void close() {
-        if (core->foreign()) return;
+    bool close() {
+        if (core->foreign()) return true;
         nb::gil_scoped_release release;
-        core->close();
+        return core->close();
     }
 
     nb::object engine_object;
@@ -150,7 +153,7 @@ void bind_stepper(nb::module_& m) {
              nb::arg("src").none() = nb::none(), nb::arg("dst").none() = nb::none(),
              nb::arg("state").none() = nb::none(), nb::arg("out").none() = nb::none(),
              nb::arg("out_file").none() = nb::none(), nb::arg("out_first") = 0)
-        .def("close", &PyStepper::close);
+        .def("close", [](PyStepper& self) { self.close(); });
 }
 
 }  // namespace tz

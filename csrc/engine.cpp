@@ -5,25 +5,34 @@
 #include <limits>
 #include <new>
 
+#include "active.hpp"
 #include "align.hpp"
+#include "forever.hpp"
+#include "lanes.hpp"
 
 namespace tz {
 
-Engine::Engine(unsigned threads, std::size_t block, const SysCalls& calls)
-    : calls_(calls), block_(block), completions_(std::make_shared<CompletionQueue>()) {
-    if (threads < 1 || threads > 256)
-        throw std::invalid_argument("an I/O engine takes 1 to 256 threads, not " + std::to_string(threads));
-    if (block < kPage || block % kPage != 0 || block > (std::size_t{1} << 30))
-        throw std::invalid_argument("an I/O block is a multiple of 4096 up to 1 GiB, not " +
-                                    std::to_string(block));
-    threads_.reserve(threads);
-    try {
-        for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
-    } catch (...) {
-        close();
-        throw;
-    }
+namespace {
+
+EngineOptions checked(const EngineOptions& options) {
+    const auto refuse = [](const std::string& text) { throw std::invalid_argument(text); };
+    if (options.threads > 256)
+        refuse("an I/O engine takes up to 256 threads, not " + std::to_string(options.threads));
+    if (options.depth < 1 || options.depth > 256)
+        refuse("a queue depth is 1 to 256, not " + std::to_string(options.depth));
+    if (options.block < kPage || options.block % kPage != 0 || options.block > (std::size_t{1} << 30))
+        refuse("an I/O block is a multiple of 4096 up to 1 GiB, not " + std::to_string(options.block));
+    if (options.deadline < std::chrono::milliseconds(10)) refuse("an I/O deadline is at least 0.01 seconds");
+    return options;
 }
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options)
+    : options_(checked(options)),
+      completions_(std::make_shared<CompletionQueue>()),
+      active_(std::make_shared<Active>(options.deadline)),
+      lanes_(std::make_shared<Lanes>(options_, *active_)) {}
 
 Engine::~Engine() {
     close();
@@ -35,19 +44,25 @@ std::shared_ptr<Ticket> Engine::transfer(Op op, const File& file, std::uint64_t 
     auto open = file.open();
     if (offset % open->alignment != 0)
         throw std::invalid_argument("offset " + std::to_string(offset) + " is not a multiple of " +
-                                    std::to_string(open->alignment) + ", as direct I/O needs: " + open->path);
+                                    std::to_string(open->alignment) +
+                                    ", as direct I/O needs: " + open->path());
     const auto limit = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max()) - kPage;
     if (offset > limit || n > limit - offset)
         throw std::invalid_argument("offset " + std::to_string(offset) + " + " + std::to_string(n) +
-                                    " bytes is beyond the largest file: " + open->path);
+                                    " bytes is beyond the largest file: " + open->path());
     auto ticket = CompletionQueue::open_ticket(completions_);
-    auto done = [home = completions_, ticket, n](const IoError* error) {
+    const auto done = [home = completions_, ticket, n](const IoError* error) {
         Outcome outcome;
         outcome.bytes = n;
         home->complete(ticket, std::move(outcome), error ? std::optional<IoError>(*error) : std::nullopt);
     };
+    const auto late = [home = completions_, ticket](const IoError& error) {
+        home->complete(ticket, {}, error, false);
+    };
     try {
-        submit(op, std::move(open), offset, data, n, done);
+        submit(op, std::move(open), offset, data, n, done, late);
+    } catch (const IoFailure& failure) {
+        done(&failure.error);
     } catch (const std::bad_alloc&) {
         const IoError error{ENOMEM, "no memory to queue the request", file.path()};
         done(&error);
@@ -56,79 +71,84 @@ std::shared_ptr<Ticket> Engine::transfer(Op op, const File& file, std::uint64_t 
 }
 
 void Engine::submit(Op op, std::shared_ptr<const OpenFile> file, std::uint64_t offset, char* data,
-                    std::size_t n, Done done) {
-    (op == Op::read ? reads_ : writes_).fetch_add(1, std::memory_order_relaxed);
-    if (n == 0) return done(nullptr);
+                    std::size_t n, Done done, Late late) {
+    if (n == 0) {
+        (op == Op::read ? reads_ : writes_).fetch_add(1, std::memory_order_relaxed);
+        return done(nullptr);
+    }
+    if (op == Op::write) active_->refuse_behind_late_writes(*file);
     auto request = std::make_shared<Request>();
     request->op = op;
     request->file = std::move(file);
     request->offset = offset;
-    request->data = data;
     request->size = n;
     request->done = std::move(done);
-    {
-        std::lock_guard lock(mutex_);
-        queue_.push_back(std::move(request));
+    request->late = std::move(late);
+    cut(*request, data, options_.block);
+
+    struct Chain {
+        Lane* lane;
+        Piece *first, *last;
+    };
+    std::vector<Chain> chains;
+    for (std::size_t i = 0; i < request->count; ++i) {
+        Piece& piece = request->pieces[i];
+        piece.lane = !chains.empty() && piece.member == chains.back().last->member
+                         ? chains.back().lane
+                         : &lanes_->of(*piece.member);
+        const auto known =
+            std::find_if(chains.begin(), chains.end(), [&](const Chain& c) { return c.lane == piece.lane; });
+        if (known == chains.end()) {
+            chains.push_back({piece.lane, &piece, &piece});
+        } else {
+            known->last->next = &piece;
+            known->last = &piece;
+        }
     }
-    if (n > block_)
-        wake_.notify_all();
-    else
-        wake_.notify_one();
+    (op == Op::read ? reads_ : writes_).fetch_add(1, std::memory_order_relaxed);
+    active_->add(std::move(request));
+    for (const auto& chain : chains) chain.lane->submit(chain.first);
 }
 
-void Engine::work() {
-    Mover mover(calls_, block_, bytes_read_, bytes_written_);
-    std::unique_lock lock(mutex_);
-    for (;;) {
-        wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-        if (queue_.empty()) return;
-        std::shared_ptr<Request> request = queue_.front();
-        const std::size_t from = request->next;
-        const std::size_t n = std::min(block_, request->size - from);
-        request->next += n;
-        if (request->next == request->size) queue_.pop_front();
-        const bool skip = request->error.has_value();  // an earlier piece failed: the rest is moot
-        lock.unlock();
+bool Engine::fix(char* data, std::size_t n) {
+    return lanes_->fix(data, n);
+}
 
-        std::optional<IoError> error;
-        if (!skip) {
-            try {
-                mover.move(request->op, *request->file, request->offset + from, request->data + from, n);
-            } catch (const IoFailure& failure) {
-                error = failure.error;
-            } catch (const std::exception& other) {
-                error = IoError{ENOMEM, other.what(), request->file->path};
-            }
-        }
+void Engine::unfix(char* data) {
+    lanes_->unfix(data);
+}
 
-        lock.lock();
-        if (error && !request->error) request->error = std::move(error);
-        request->moved += n;
-        if (request->moved == request->size) {
-            lock.unlock();
-            request->done(request->error ? &*request->error : nullptr);
-            request.reset();
-            lock.lock();
-        }
-    }
+const char* Engine::name() const noexcept {
+    return lanes_->wants_ring() ? "uring" : "pool";
+}
+
+const std::string& Engine::reason() const noexcept {
+    return lanes_->reason();
 }
 
 Counters Engine::counters() const {
-    return {bytes_read_.load(), bytes_written_.load(), reads_.load(), writes_.load()};
+    Counters sum = lanes_->counters();
+    sum.reads = reads_.load();
+    sum.writes = writes_.load();
+    return sum;
+}
+
+std::vector<DriveInfo> Engine::drives() const {
+    return lanes_->describe();
 }
 
 void Engine::close() {
     std::lock_guard once(closing_);
     completions_->refuse_new();
     completions_->wait_idle();
-    {
-        std::lock_guard lock(mutex_);
-        stop_ = true;
-    }
-    wake_.notify_all();
-    for (auto& thread : threads_)
-        if (thread.joinable()) thread.join();
-    threads_.clear();
+    if (closed_) return;
+    closed_ = true;
+    const bool all_ended = lanes_->stop();
+    active_->stop();
+    if (all_ended) return;
+    // The kernel still has memory of ours: the lanes and their requests outlive this engine.
+    keep_for_ever(lanes_);
+    keep_for_ever(active_);
 }
 
 }  // namespace tz

@@ -1,49 +1,54 @@
-// A file opened for direct I/O where the file system really does it, else buffered.
+// A file of one or several members, each on a drive of its own, striped.
 #pragma once
-
-#include <sys/types.h>
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
+
+#include "member.hpp"
+#include "stripe.hpp"
 
 namespace tz {
 
-// The open descriptor. Requests in flight share it, so closing a File never pulls it from under them.
+// The open descriptors. Requests in flight share them, so closing a File never pulls them from under them.
 struct OpenFile {
-    OpenFile(int fd_, std::string path_, std::size_t alignment_);
-    ~OpenFile();
-    OpenFile(const OpenFile&) = delete;
-    OpenFile& operator=(const OpenFile&) = delete;
+    std::vector<std::unique_ptr<const Member>> members;
+    StripeMap map;
+    std::size_t alignment = 1;  // 4096 if any member does direct I/O
 
-    bool same_file(const OpenFile& other) const { return device == other.device && inode == other.inode; }
-
-    const int fd;
-    const std::string path;
-    const std::size_t alignment;  // 4096 when direct, else 1
-    dev_t device = 0;
-    ino_t inode = 0;
+    const std::string& path() const { return members.front()->path(); }
+    bool same_file(const OpenFile& other) const;  // whether any member is the same
 };
 
 class File {
   public:
-    // Opens for reading and writing. IoFailure names the path and what failed.
-    File(const std::string& path, bool create, bool direct);
+    // Opens every path for reading and writing; `weights` and `stripe` as in StripeMap (no weights: all 1).
+    // IoFailure names the path and what failed; std::invalid_argument for paths or weights that do not fit.
+    File(std::vector<std::string> paths, bool create, bool direct, std::vector<unsigned> weights = {},
+         std::uint64_t stripe = 0);
+    File(const std::string& path, bool create, bool direct)
+        : File(std::vector<std::string>{path}, create, direct) {}
 
-    const std::string& path() const noexcept { return path_; }
-    bool direct() const noexcept { return alignment_ > 1; }
+    const std::string& path() const noexcept { return paths_.front(); }
+    const std::vector<std::string>& paths() const noexcept { return paths_; }
+    const std::vector<bool>& directs() const noexcept { return directs_; }
+    bool direct() const noexcept;  // all members
     std::size_t alignment() const noexcept { return alignment_; }
     bool closed() const;
-    std::uint64_t size() const;  // bytes
-    void preallocate(
-        std::uint64_t nbytes);  // grows, never shrinks; IoFailure(ENOSPC, ...) leaves the size as it was
-    void sync();                // fdatasync
-    void close();               // idempotent; requests in flight finish first on their own reference
+    std::uint64_t size() const;  // logical bytes that all members hold
+    // Grows every member, never shrinks; IoFailure(ENOSPC, ...) names the member and leaves all sizes as they
+    // were.
+    void preallocate(std::uint64_t nbytes);
+    void truncate(std::uint64_t nbytes);  // cuts or extends (sparsely) every member to `nbytes` logical bytes
+    void sync();                          // fdatasync of every member
+    void close();  // idempotent; requests in flight finish first on their own reference
     std::shared_ptr<const OpenFile> open() const;  // std::invalid_argument when closed
 
   private:
-    std::string path_;
+    const std::vector<std::string> paths_;
+    std::vector<bool> directs_;
     std::size_t alignment_ = 1;
     mutable std::mutex mutex_;
     std::shared_ptr<const OpenFile> open_;

@@ -24,10 +24,10 @@ constexpr std::uint64_t kMaxOffset = static_cast<std::uint64_t>(std::numeric_lim
 void check_place(const char* name, const Place& place, std::uint64_t bytes) {
     if (place.offset % place.file->alignment != 0 || place.offset % kPage != 0)
         refuse(std::string(name) + " offset " + str(place.offset) +
-               " is not a multiple of 4096: " + place.file->path);
+               " is not a multiple of 4096: " + place.file->path());
     if (place.offset > kMaxOffset || bytes > kMaxOffset - place.offset)
         refuse(std::string(name) + " offset " + str(place.offset) +
-               " is beyond the largest file: " + place.file->path);
+               " is beyond the largest file: " + place.file->path());
 }
 
 // A byte range that a record touches: in a file, or in memory (no file).

@@ -11,6 +11,7 @@
 
 #include "align.hpp"
 #include "error.hpp"
+#include "numa.hpp"
 
 namespace tz {
 
@@ -18,7 +19,7 @@ namespace {
 constexpr std::size_t kHuge = std::size_t{2} << 20;
 }
 
-Slab::Slab(std::size_t nbytes) : size_(nbytes) {
+Slab::Slab(std::size_t nbytes, int node) : size_(nbytes) {
     if (nbytes == 0) throw std::invalid_argument("a slab needs at least 1 byte");
     if (nbytes > std::numeric_limits<std::ptrdiff_t>::max() - 2 * kHuge)
         throw std::invalid_argument("a slab of " + std::to_string(nbytes) +
@@ -38,6 +39,7 @@ Slab::Slab(std::size_t nbytes) : size_(nbytes) {
     if (lead < kHuge) munmap(base + lead + mapped_, kHuge - lead);
     data_ = base + lead;
     madvise(data_, mapped_, MADV_HUGEPAGE);  // a hint: refusal costs speed only
+    prefer_node(data_, mapped_, node);
 }
 
 Slab::~Slab() {

@@ -7,8 +7,9 @@ namespace tz {
 
 class Slab {
   public:
-    explicit Slab(
-        std::size_t nbytes);  // std::invalid_argument for 0, IoFailure(ENOMEM) when the kernel refuses
+    // Pages come from the NUMA node `node` while it has room (-1: wherever they are touched).
+    // std::invalid_argument for 0 bytes, IoFailure(ENOMEM) when the kernel refuses.
+    explicit Slab(std::size_t nbytes, int node = -1);
     ~Slab();
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;

@@ -44,6 +44,7 @@ Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbyt
         slots_[i].memory = buffers + i * slot_bytes;
         free_.push_back(&slots_[i]);
     }
+    engine_->fix(buffers, slots_.size() * slot_bytes);
     thread_ = std::thread([this] { run(); });
 }
 
@@ -64,6 +65,10 @@ std::shared_ptr<Ticket> Stepper::submit(Record record) {
     one.back().record = std::move(record);
     std::lock_guard lock(mutex_);
     if (stop_) throw std::invalid_argument("the stepper is closed");
+    if (overdue_)
+        throw IoFailure(ETIMEDOUT,
+                        "no update can start while the drive does not answer earlier requests: check it",
+                        one.back().record.src ? one.back().record.src->file->path() : "");
     auto ticket = CompletionQueue::open_ticket(engine_->completions());
     one.back().ticket = ticket;
     jobs_.splice(jobs_.end(), one);
@@ -71,27 +76,32 @@ std::shared_ptr<Ticket> Stepper::submit(Record record) {
     return ticket;
 }
 
-void Stepper::close() {
+bool Stepper::close() {
     std::lock_guard once(closing_);
     {
         std::lock_guard lock(mutex_);
         stop_ = true;
     }
     wake_.notify_all();
-    if (thread_.joinable()) thread_.join();
+    if (thread_.joinable()) {
+        thread_.join();
+        engine_->unfix(buffers_);
+    }
+    std::lock_guard lock(mutex_);
+    return jobs_.empty();
 }
 
 void Stepper::run() {
     std::unique_lock lock(mutex_);
     for (;;) {
-        wake_.wait(lock, [this] { return can_fill() || can_compute() || (stop_ && jobs_.empty()); });
+        const auto over = [this] { return stop_ && (jobs_.empty() || overdue_); };
+        wake_.wait(lock, [&] { return can_fill() || can_compute() || over(); });
+        if (over()) return;
         // Reads go out first: they have the longest way to come.
         if (can_fill())
             fill();
-        else if (can_compute())
-            compute(lock);
         else
-            return;
+            compute(lock);
     }
 }
 
@@ -187,14 +197,26 @@ void Stepper::drain(Slot& slot) {
 // Queues one transfer; its end comes back through ended(), on an I/O thread. The mutex is held.
 void Stepper::transfer(Op op, Slot& slot, const Place& place, std::uint64_t at, char* data, std::size_t n) {
     ++slot.pending;
+    // `overdue`: shared by the two calls, which come one after the other
     try {
-        engine_->submit(op, place.file, place.offset + at, data, n, [this, op, &slot](const IoError* error) {
+        auto overdue = std::make_shared<bool>(false);
+        const auto done = [this, op, &slot, overdue](const IoError* error) {
             std::lock_guard lock(mutex_);
+            if (*overdue) --overdue_;
             ended(op, slot, error);
             wake_.notify_all();
-        });
+        };
+        const auto too_late = [this, overdue](const IoError& error) {
+            std::lock_guard lock(mutex_);
+            *overdue = true;
+            late(error);
+            wake_.notify_all();
+        };
+        engine_->submit(op, place.file, place.offset + at, data, n, done, too_late);
+    } catch (const IoFailure& failure) {
+        ended(op, slot, &failure.error);
     } catch (const std::bad_alloc&) {
-        const IoError error{ENOMEM, "no memory to queue a transfer", place.file->path};
+        const IoError error{ENOMEM, "no memory to queue a transfer", place.file->path()};
         ended(op, slot, &error);
     }
 }
@@ -207,6 +229,17 @@ void Stepper::ended(Op op, Slot& slot, const IoError* error) {
         slot.filled = true;
     else if (slot.pending == 0)
         release(slot);
+}
+
+// The drive keeps a slot: nothing here can be relied on to go on, so everybody is told.
+void Stepper::late(const IoError& error) {
+    ++overdue_;
+    for (Job& job : jobs_) {
+        if (!job.error) job.error = error;
+        Outcome outcome;
+        outcome.record = true;
+        engine_->completions()->complete(job.ticket, std::move(outcome), job.error, false);
+    }
 }
 
 void Stepper::release(Slot& slot) {

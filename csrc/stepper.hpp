@@ -28,9 +28,12 @@ class Stepper {
             unsigned threads);
     ~Stepper();  // drains
 
-    // Checks the record and queues it. Its memory and files stay in use until the ticket is done.
+    // Checks the record and queues it. Its memory and files stay in use until the ticket is released.
+    // IoFailure(ETIMEDOUT) while the drive does not answer.
     std::shared_ptr<Ticket> submit(Record record);
-    void close();  // finishes what was queued, then ends the thread; idempotent
+    // Finishes what was queued, then ends the thread; idempotent. False when the drive keeps some of the
+    // buffers: then this object must be kept for ever.
+    bool close();
     bool foreign() const noexcept { return engine_->foreign(); }
 
   private:
@@ -59,6 +62,7 @@ class Stepper {
     void drain(Slot& slot);
     void transfer(Op op, Slot& slot, const Place& place, std::uint64_t at, char* data, std::size_t n);
     void ended(Op op, Slot& slot, const IoError* error);
+    void late(const IoError& error);
     void release(Slot& slot);
     void skip_rest(Job& job);
     void finish();
@@ -66,7 +70,7 @@ class Stepper {
 
     const std::shared_ptr<Engine> engine_;
     const std::uint64_t chunk_;
-    const char* const buffers_;
+    char* const buffers_;
     const std::size_t buffers_size_;
     Crew crew_;
     std::vector<Sums> partial_;  // per crew member
@@ -78,6 +82,7 @@ class Stepper {
     std::vector<Slot*> free_;
     std::deque<Slot*> ready_;  // filling or filled, in order
     bool stop_ = false;
+    int overdue_ = 0;  // transfers that the drive does not answer
     std::mutex closing_;
     std::thread thread_;
 };

@@ -55,8 +55,10 @@ std::shared_ptr<Ticket> CompletionQueue::open_ticket(const std::shared_ptr<Compl
 }
 
 void CompletionQueue::complete(const std::shared_ptr<Ticket>& ticket, Outcome outcome,
-                               std::optional<IoError> error) {
+                               std::optional<IoError> error, bool released) {
     std::lock_guard lock(mutex_);
+    if (released) ticket->released_.store(true, std::memory_order_release);
+    if (ticket->done()) return;
     ticket->outcome_ = std::move(outcome);
     ticket->error_ = std::move(error);
     ticket->done_.store(true, std::memory_order_release);

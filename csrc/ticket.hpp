@@ -31,6 +31,9 @@ class Ticket {
     explicit Ticket(std::shared_ptr<CompletionQueue> home) : home_(std::move(home)) {}
 
     bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+    // Whether the request's memory is the caller's again: not yet, when it is done only because its deadline
+    // is over.
+    bool released() const noexcept { return released_.load(std::memory_order_acquire); }
     // True when done within `timeout` (none: for ever). std::runtime_error in a forked child, where nobody
     // would.
     bool wait(std::optional<std::chrono::nanoseconds> timeout) const;
@@ -40,7 +43,7 @@ class Ticket {
   private:
     friend class CompletionQueue;
     const std::shared_ptr<CompletionQueue> home_;
-    std::atomic<bool> done_{false};
+    std::atomic<bool> done_{false}, released_{false};
     Outcome outcome_;
     std::optional<IoError> error_;
 };
@@ -53,7 +56,9 @@ class CompletionQueue {
     CompletionQueue& operator=(const CompletionQueue&) = delete;
 
     static std::shared_ptr<Ticket> open_ticket(const std::shared_ptr<CompletionQueue>& self);
-    void complete(const std::shared_ptr<Ticket>& ticket, Outcome outcome, std::optional<IoError> error);
+    // The first outcome counts; `released` as in Ticket, by a second call if not by the first.
+    void complete(const std::shared_ptr<Ticket>& ticket, Outcome outcome, std::optional<IoError> error,
+                  bool released = true);
     std::vector<std::shared_ptr<Ticket>> reap();  // completed since the last call
     void refuse_new();                            // open_ticket throws std::invalid_argument from now on
     void wait_idle();                             // until every opened ticket is complete

@@ -121,20 +121,41 @@ def test_a_weight_of_another_module(tmp_path: Path) -> None:
         assert_same(run, plain)
 
 
+class Keeps(Block):
+    """Keeps the weight it sees in forward."""
+
+    kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.__dict__["kept"] = self.up.weight
+        return super().forward(x)
+
+
 def test_tracebacks_can_be_printed(tmp_path: Path) -> None:
     """A traceback's locals may hold live parameters long after their bytes went: printing them is safe."""
-    kept: list[Any] = []
-
-    class Keeps(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            kept.append(self.up.weight)
-            return super().forward(x)
-
     model = make(lambda: Net(block=Keeps))
     with tiered(model, tiers_for(model, "nvme", tmp_path)):
         loss_of(model, next(batches(1))).backward()
-    assert len(kept) == 3
-    assert all("paged out" in repr(weight) and "(16, 8)" in repr(weight) for weight in kept)
+    for index, layer in enumerate(model.layers):
+        assert repr(layer.kept) == (
+            f"LiveParameter(layers.{index}.up.weight, shape=(16, 8), dtype=torch.float32, paged out)"
+        )
+
+
+@pytest.mark.parametrize("use", [*USES, *(use for use in LEAKY if use != "set_")])  # set_ aliases and reads nothing
+def test_using_a_weight_kept_from_forward(use: str, tmp_path: Path) -> None:
+    """A weight kept past its forward raises a sentence with its name, whether its bytes are still there or not."""
+    with pair(tmp_path, lambda: Net(block=Keeps)) as (plain, run):
+        for backward in (False, True):
+            loss = loss_of(run.model, next(batches(1)))
+            if backward:
+                loss.backward()
+            for index, layer in enumerate(run.model.layers):
+                with pytest.raises(tz.TierzeroError, match=rf"layers\.{index}\.up\.weight, kept from.*unsharded"):
+                    (USES | LEAKY)[use](layer.kept)
+                assert layer.kept.shape == (16, 8)
+        run.zero_grad()
+        train_both([("", run)], plain, 2)
 
 
 @pytest.mark.parametrize("shape", ["plain", "dicts", "checkpoint", "tied"])

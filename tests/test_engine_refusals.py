@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pairs import backward_both, pair
 from torch import nn
 
 import tierzero as tz
+from tierzero import replaced
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
@@ -174,6 +176,26 @@ def test_optimizer_arguments(tmp_path: Path) -> None:
         run.step()
         plain.zero_grad()
         run.zero_grad()
+
+
+def test_an_optimizer_built_before_offload(tmp_path: Path) -> None:
+    """torch's optimizers built before say at their first step that they would train nothing; others are left alone."""
+    model, other = make(Net), make(Net)
+    early = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)
+    elsewhere = torch.optim.AdamW(other.parameters())
+    with pytest.raises(tz.TierzeroError, match=r"not one of an offloaded model: call tierzero.offload\(model\) first"):
+        tz.AdamW(model.parameters())
+    with tiered(model, tiers_for(model, "nvme", tmp_path)) as run:
+        for each in (model, other):
+            loss_of(each, next(batches(1))).backward()
+        elsewhere.step()
+        run.step()
+        with pytest.raises(tz.TierzeroError, match=r"this SGD was built before offload\(\).*embed\.weight"):
+            early.step()
+        assert replaced._REPLACED
+        del early
+        gc.collect()
+        assert not replaced._REPLACED
 
 
 def test_stepping_inside_the_model(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from tierzero import _native
 BLOCK = 8192
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[_native.Engine]:
-    engine = _native.Engine(threads=3, block=BLOCK)
+@pytest.fixture(scope="module", params=["auto", "pool"])
+def engine(request: pytest.FixtureRequest) -> Iterator[_native.Engine]:
+    engine = _native.Engine(kind=request.param, threads=3, block=BLOCK)
     yield engine
     engine.close()
 
@@ -148,7 +148,7 @@ def test_write_errors_carry_errno(engine: _native.Engine, tmp_path: Path) -> Non
 def test_reap_and_eventfd(tmp_path: Path) -> None:
     engine = _native.Engine(threads=2)
     file = _native.File(tmp_path / "f")
-    assert engine.name == "pool"
+    assert engine.name == ("pool" if _native.probe_uring() else "uring")
     assert engine.reap() == []
     tickets = [engine.write(file, 4096 * i, torch.full((4096,), i, dtype=torch.uint8)) for i in range(20)]
     seen: list[_native.Ticket] = []
@@ -259,9 +259,21 @@ def test_bad_arguments_raise(engine: _native.Engine, tmp_path: Path) -> None:
     for call in (engine.read, engine.write):
         with pytest.raises(ValueError, match="closed"):
             call(file, 0, good)
-    for threads, block in ((0, 4096), (257, 4096), (1, 0), (1, 4095), (1, 1 << 40), (-1, 4096), (1, -4096)):
+    for wrong in (
+        {"threads": 257},
+        {"threads": -1},
+        {"block": 0},
+        {"block": 4095},
+        {"block": 1 << 40},
+        {"block": -4096},
+        {"depth": 0},
+        {"depth": 257},
+        {"deadline": 0.0},
+        {"deadline": float("nan")},
+        {"kind": "aio"},
+    ):
         with pytest.raises(ValueError):
-            _native.Engine(threads, block)
+            _native.Engine(**wrong)
     with pytest.raises(TypeError):
         _native.Ticket()
 

@@ -14,9 +14,9 @@ from native_records import Case, as_bytes, cases, plain_case, slab_buffers, to_l
 from tierzero import _native
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[_native.Engine]:
-    engine = _native.Engine(threads=3, block=1 << 16)
+@pytest.fixture(scope="module", params=["auto", "pool"])
+def engine(request: pytest.FixtureRequest) -> Iterator[_native.Engine]:
+    engine = _native.Engine(kind=request.param, threads=3, block=1 << 16)
     yield engine
     engine.close()
 

@@ -14,9 +14,9 @@ from native_records import as_bytes, plain_case, scalars, slab_buffers, to_layou
 from tierzero import _native
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[_native.Engine]:
-    engine = _native.Engine(threads=3, block=1 << 16)
+@pytest.fixture(scope="module", params=["auto", "pool"])
+def engine(request: pytest.FixtureRequest) -> Iterator[_native.Engine]:
+    engine = _native.Engine(kind=request.param, threads=3, block=1 << 16)
     yield engine
     engine.close()
 

@@ -303,7 +303,7 @@ def test_a_drive_without_room_for_two_versions(
         assert "no room for two versions" in caplog.text
         assert len(asked) == 2
         assert asked[1] < asked[0]
-        assert not engine_of(model).shadows
+        assert not engine_of(model).room.shadows
         train_both([("", run)], plain, 3)
         assert counts(run)[0] == 0
         assert_same(run, plain)

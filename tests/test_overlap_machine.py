@@ -13,14 +13,14 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from models import VOCAB, LoRANet, Net, Tied
+from models import VOCAB, LoRA, Net, Tied
 from oracle import HYPER, Plain, assert_same, loss_of, make, same
 from test_overlap import tiers_of
 
 import tierzero as tz
 from tierzero.native import NATIVE
 
-MODELS = {"net": Net, "tied": Tied, "lora": LoRANet}
+MODELS = {"net": Net, "tied": Tied, "lora": LoRA}
 
 
 class Loop(RuleBasedStateMachine):

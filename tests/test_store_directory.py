@@ -109,7 +109,7 @@ def reseal(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda v: v.update(format=99), "reads up to format 1"),
+        (lambda v: v.update(format=99), "reads up to format 2"),
         (lambda v: v["payload"].update(epoch=5), "does not match its own sha256"),
         (lambda v: v.pop("payload"), "not a tierzero manifest"),
         (lambda v: v.update(format="x"), "not a tierzero manifest"),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 __version__: str
 
+_Path: TypeAlias = str | bytes | PathLike[str]
 _Array: TypeAlias = NDArray[Any] | torch.Tensor
 
 # (decay, w1, b2, w2, eps, step, bc2s, coef): 1 - lr*wd, 1 - beta1, beta2, 1 - beta2, eps, lr/(1 - beta1^t),
@@ -60,9 +61,12 @@ def adam_isa() -> str:
     """The kernel in use: "avx2" or "scalar" (also by TIERZERO_ISA=scalar in the environment)."""
 
 class Slab:
-    """Anonymous memory on a 2 MiB boundary, in huge pages where the kernel has them; untouched pages cost nothing."""
+    """Anonymous memory on a 2 MiB boundary, in huge pages where the kernel has them; untouched pages cost nothing.
 
-    def __init__(self, nbytes: int) -> None: ...
+    Its pages come from the NUMA node `node` while that has room; -1: from wherever they are first touched.
+    """
+
+    def __init__(self, nbytes: int, node: int = -1) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -73,29 +77,57 @@ class Slab:
     def huge_bytes(self) -> int:
         """Bytes that lie in huge pages now, from /proc/self/smaps."""
 
-class File:
-    """A regular file or block device open for reading and writing.
+def probe_uring() -> str:
+    """ "" where a write and a read really went through an io_uring in this process, else why not. Tried once."""
 
-    With `direct`, O_DIRECT if a real aligned round trip beside it works, else buffered.
+class File:
+    """A regular file or block device open for reading and writing, or several of them as one striped file.
+
+    With `direct`, O_DIRECT where a real aligned round trip beside the file works, else buffered. Of several paths,
+    member i holds weights[i] stripes of `stripe` bytes (a multiple of 4096) out of every sum(weights), spread evenly;
+    without weights all alike. Offsets and sizes are those of the whole.
     """
 
-    def __init__(self, path: str | bytes | PathLike[str], create: bool = True, direct: bool = True) -> None: ...
+    def __init__(
+        self,
+        path: _Path | Sequence[_Path],
+        create: bool = True,
+        direct: bool = True,
+        *,
+        weights: Sequence[int] | None = None,
+        stripe: int = 0,
+    ) -> None: ...
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Of the first member."""
+
     @property
-    def direct(self) -> bool: ...
+    def paths(self) -> list[str]: ...
+    @property
+    def direct(self) -> bool:
+        """Whether all members do direct I/O."""
+
+    @property
+    def directs(self) -> list[bool]: ...
     @property
     def alignment(self) -> int:
-        """Bytes that request offsets are multiples of: 4096 when direct, else 1."""
+        """Bytes that request offsets are multiples of: 4096 when any member is direct, else 1."""
 
     @property
     def closed(self) -> bool: ...
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Bytes that all members together hold from the start on."""
+
     def preallocate(self, nbytes: int) -> None:
-        """Grows the file to nbytes with its blocks allocated; never shrinks. OSError(ENOSPC) leaves it as it was."""
+        """Grows the file to nbytes with its blocks allocated; never shrinks. OSError(ENOSPC), with the path of the
+        member that has no room, leaves it as it was.
+        """
+
+    def truncate(self, nbytes: int) -> None:
+        """Cuts the file to nbytes, or extends it without allocating."""
 
     def sync(self) -> None:
-        """fdatasync."""
+        """fdatasync of every member."""
 
     def close(self) -> None:
         """Idempotent. Requests in flight end first, on their own reference to the descriptor."""
@@ -113,11 +145,44 @@ class Ticket:
         """
 
 class Engine:
-    """A pool of threads doing pread and pwrite, in pieces of `block` bytes (a multiple of 4096)."""
+    """Reads and writes in pieces of `block` bytes (a multiple of 4096), `depth` of them in flight on each drive.
 
-    def __init__(self, threads: int = 4, block: int = 4194304) -> None: ...
+    kind: "auto": io_uring where it really works and the file does direct I/O, else a pool of threads with pread and
+    pwrite; "uring": OSError where it does not work; "pool". threads: of the pool, per drive; 0: `depth`. deadline:
+    seconds that the drive may leave one piece unanswered: then its request fails with OSError(ETIMEDOUT) and a list of
+    what was pending, while its buffer stays alive until the drive answers; until then nothing else is written to that
+    file.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str = "auto",
+        block: int = 4194304,
+        depth: int = 8,
+        threads: int = 0,
+        deadline: float = 60.0,
+    ) -> None: ...
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """ "uring" or "pool": what direct I/O goes through."""
+
+    @property
+    def block(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    def describe(self) -> dict[str, Any]:
+        """{"engine", "reason" why not io_uring, "block", "depth", "drives": one dict for each drive used so far:
+        {"device", "engine", "reason", "direct", "fixed_files", "fixed_buffers", "flags", "node", "bytes_read",
+        "bytes_written"}}.
+        """
+
+    def register(self, buffer: _Array) -> bool:
+        """Makes uint8[n] known to the kernel, for cheaper requests in it; False where that cannot be. The buffer must
+        live until `unregister` or the engine's end.
+        """
+
+    def unregister(self, buffer: _Array) -> None: ...
     @property
     def eventfd(self) -> int:
         """Readable when requests have completed since the last reap()."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from tierzero.checkpoint import snapshot
+from tierzero.endurance import days_left, per_day
 from tierzero.engine import ENGINES, Engine
 from tierzero.errors import TierzeroError
 from tierzero.optim.clip import place_of
@@ -210,15 +212,28 @@ def synchronize(model: nn.Module) -> None:
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """Counters since `offload`: bytes per link and tier, stalls by cause in seconds, hits and misses, steps."""
+    """Counters since `offload`: bytes per link and tier, stalls by cause in seconds, hits and misses, steps.
+
+    nvme_written_per_day: bytes per day at the rate since `offload`.
+    drive_days_left: days until drives that were new then reach Tiers(nvme_tbw=...) at that rate; None without it.
+    host_slab_bytes, host_touched_bytes, host_huge_bytes: the host tier's memory, what of it is in use, and what of that
+    lies in huge pages; at most ten seconds old.
+    """
     engine = engine_of(model)
     read, written = engine.moved()
     trace = engine.pager.trace
+    seconds = time.monotonic() - engine.started
+    touched, huge = engine.arena.pages(settled=engine.metrics.steps > 1)
     return {
         **engine.metrics.snapshot(),
+        "host_slab_bytes": engine.arena.budget,
+        "host_touched_bytes": touched,
+        "host_huge_bytes": huge,
         "host_peak": engine.arena.peak,
         "nvme_read": read,
         "nvme_written": written,
+        "nvme_written_per_day": per_day(written, seconds),
+        "drive_days_left": days_left(engine.tiers.rated_bytes(), written, seconds),
         "departures": trace.departures,
         "units": len(engine.units),
         "resident_units": sum(unit.residency is State.READY for unit in engine.units),

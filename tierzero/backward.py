@@ -82,6 +82,7 @@ class Backward:
             self._backward_begins(unit)
 
     def _backward_begins(self, unit: Unit) -> None:
+        self.end_frames(torch._C._current_graph_task_id())  # recomputed, but an exception in its hook was silenced
         self.note_task()
         self.pager.begin_backward(unit, record=True)
 
@@ -166,20 +167,26 @@ class Backward:
             after(rest)
 
 
+class _BackwardOver:
+    """What a _BackwardEnd is after it was called."""
+
+
 class _BackwardEnd:
-    """Autograd calls it at the end of a backward; after an error it only drops it. (An exception raised in __del__ is
-    lost: that of a signal handler too.)
-    """
+    """Autograd calls it at the end of a backward; after an error it only drops it."""
+
+    backward: Backward | None = None
 
     def __init__(self, backward: Backward, task: int) -> None:
-        self.backward = backward
         self.task = task
+        self.backward = backward
 
     def __call__(self) -> None:
-        self.backward.ends(self.task)
+        if self.backward is not None:
+            self.backward.ends(self.task)
+        self.__class__ = _BackwardOver  # type: ignore[assignment]  # whatever a signal handler raises in __del__ is lost
 
     def __del__(self) -> None:
-        if self.task in self.backward.tasks:
+        if self.backward is not None:
             self.backward.cut_short(self.task)
 
 

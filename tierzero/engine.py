@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
+import time
 import weakref
 from collections.abc import Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from tierzero.errors import ConfigError, StoreError, TierzeroError
+from tierzero.errors import ConfigError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
 from tierzero.layout import unit_layout
 from tierzero.loop import LoopThread
 from tierzero.malloc import SMALLEST, map_from
 from tierzero.metrics import Metrics
+from tierzero.model import check_model, check_same_model, give_back, move_buffers
 from tierzero.native import NATIVE
 from tierzero.optim.streamed import StreamedStep
 from tierzero.pager import Pager
 from tierzero.partition import Part, Units, enclosing, partition
 from tierzero.placement import Placement, UnitSize, place
 from tierzero.records import HostRecord
+from tierzero.room import Room
 from tierzero.store import Store
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import Block, HostArena
 from tierzero.transfer import make_transfer
+from tierzero.tuning import engine_options, measured, numa_node
 from tierzero.unit import Unit, spec_of
 from tierzero.updates import UpdateQueue
 
 T = TypeVar("T")
-log = logging.getLogger("tierzero")
 REGIONS = ("param", "frozen", "fp32")
 
 
@@ -55,53 +56,55 @@ class Engine:
     ) -> None:
         tiers.check()
         parts = partition(model, units)
-        _check(model, parts)
+        check_model(model, parts)
         self.model = weakref.ref(model)
         self.tiers = tiers
         self.device = tiers.compute_device()
         self.metrics = Metrics()
         self.closed = False
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.shadows = True  # the drive has room for a second version of every state
         self.more_backwards = False  # no_sync: the backward that goes on is not the step's last one
         sizes = unit_sizes(parts)
-        directory = tiers.directory()
+        directories = tiers.directories()
         self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()
         self.placement: Placement = place(
             sizes,
             host=self.metrics.host_budget,
             device=self.metrics.device_budget,
-            nvme=directory is not None,
+            drives=len(directories),
             native=NATIVE is not None,
             cuda=self.device.type == "cuda",
         )
         self._undo: list[Any] = []
         try:
-            self._build(model, parts, directory, resume, overwrite)
+            self._build(model, parts, directories, resume, overwrite)
         except BaseException:
             _take_apart(self._undo, os.getpid())
             raise
+        self.started = time.monotonic()
         ENGINES.add(self)
         self._finalizer = weakref.finalize(self, _take_apart, self._undo, os.getpid())
 
     # -- building
     # --------------------------------------------------------------------------------------------------------
 
-    def _build(self, model: nn.Module, parts: list[Part], directory: Any, resume: str | bool, overwrite: bool) -> None:
+    def _build(
+        self, model: nn.Module, parts: list[Part], directories: list[Path], resume: str | bool, overwrite: bool
+    ) -> None:
         placement = self.placement
         self.loop = LoopThread()
         self._undo.append(self.loop.close)
-        self.arena = HostArena(placement.host_needed)
+        self.arena = HostArena(placement.host_needed, node=numa_node(directories))
         self._undo.append(self.arena.close)
         self.io: Any = None
         if NATIVE is not None:
             from tierzero.tiers.nvme import NativeEngine
 
-            self.io = NativeEngine(block=placement.block)
+            self.io = NativeEngine(**engine_options(measured(directories)))
             self._undo.append(self.io.close)
         self.store: Store | None = None
-        if directory is not None:
-            self.store = Store(directory, engine=self.io, resume=resume, overwrite=overwrite)
+        if directories:
+            self.store = Store(directories, engine=self.io, resume=resume, overwrite=overwrite)
             self._undo.append(self.store.close)
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
@@ -109,7 +112,9 @@ class Engine:
         self.streamed = self._streamed()
         self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
         self.updates = UpdateQueue(self.metrics, self.streamed.width)
-        staging = [self.arena.allocate(placement.block, "staging for fetches") for _ in range(placement.staging_blocks)]
+        staging = [
+            self.arena.allocate(placement.staging_block, "staging for fetches") for _ in range(placement.staging_blocks)
+        ]
         if self.device.type == "cpu":
             flats = [unit.layout.flat_bytes for unit in self.units]
             map_from(min((nbytes for nbytes in flats if nbytes >= SMALLEST), default=SMALLEST))
@@ -117,10 +122,13 @@ class Engine:
         budget = self.metrics.device_budget - placement.grad_reserve
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
         if self.store is not None:
-            self._reserve()
+            held = {name: extent.nbytes for name, extent in self.store.current.items()}
+            need = sum(n for name, n in self.disk_records() if name not in held) + sum(held.values())
+            self.room = Room(self.store, self.units, self.streamed.width, self.disk_records())
+            self.room.reserve(need + self.room.working, need)  # so that a full disk shows now
             if self.store.resumed is not None:
                 self.loop.run(self.store.verify())
-                _check_same_model(self.store.resumed.meta, self.describe())
+                check_same_model(self.store.resumed.meta, self.describe())
         moved: list[Unit] = []
         try:
             for unit, part in zip(self.units, parts, strict=True):
@@ -128,10 +136,10 @@ class Engine:
                 moved.append(unit)
         except BaseException:
             for unit in moved:  # a failure leaves the model as it was
-                _give_back(unit, self.loop)
+                give_back(unit, self.loop)
             raise
         if self.device.type != "cpu":
-            _move_buffers(model, self.device)
+            move_buffers(model, self.device)
         self.hooks = Hooks(model, self.units, self.pager)
 
     def _move(self, unit: Unit, part: Part) -> None:
@@ -155,54 +163,24 @@ class Engine:
         work: Block | None = None
         if NATIVE is not None and placement.update_bytes:
             buffers = self.arena.allocate(placement.update_bytes, "chunk buffers of the optimizer step")
+            if self.store is not None:
+                self.io.register(buffers.tensor)  # all that the step transfers goes through them
             stepper = NATIVE.Stepper(self.io.native, buffers.tensor, placement.chunk)
             self._undo.append(stepper.close)
         elif placement.work_bytes:
             work = self.arena.allocate(placement.work_bytes, "one state record for the optimizer step")
         return StreamedStep(self.store, self.metrics, stepper, self.io, work)
 
-    def _reserve(self) -> None:
-        """Have the space for all records and for those being rewritten, so that a full disk shows now."""
-        assert self.store is not None
-        held = {name: extent.nbytes for name, extent in self.store.current.items()}
-        need = sum(nbytes for name, nbytes in self.disk_records() if name not in held) + sum(held.values())
-        largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
-        self._reserve_at_least(need + self.streamed.width * largest, need + self._shadow_bytes())
-
-    def _shadow_bytes(self) -> int:
-        """What all updates that may be guesses at once add to the store."""
-        return sum(nbytes for name, nbytes in self.disk_records() if name.endswith(("/state", "/param")))
-
-    def _reserve_at_least(self, least: int, wanted: int) -> None:
-        """Have `wanted` bytes of space; if the drive has only `least`, updates wait for their step from now on."""
-        assert self.store is not None
-        if self.shadows:
-            try:
-                self.store.reserve(max(least, wanted))
-                return
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                self.shadows = False
-                log.warning(
-                    "%s has no room for two versions of all optimizer states (%s): updates begin at step(), not in "
-                    "backward. Free some space to have both at once",
-                    self.store.path,
-                    error.strerror,
-                )
-        self.store.reserve(least)
-
     def reserve_for_snapshot(self) -> None:
         """Have the space that a snapshot and the steps after it need, so that a full disk shows before anything is
         pinned.
         """
         assert self.store is not None
-        live = sum(extent.capacity for extent in self.store.space.live())
-        current = sum(extent.capacity for extent in self.store.current.values())
-        flushed = self.homes.host_bytes(self.units)
-        largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
-        least = max(live + flushed, 2 * current + flushed + self.streamed.width * largest)
-        self._reserve_at_least(least, 2 * current + flushed + self._shadow_bytes())
+        store = self.store
+        live = sum(extent.capacity for extent in store.space.live())
+        current = sum(extent.capacity for extent in store.current.values())
+        flushed, changed = self.homes.host_bytes(self.units), self.homes.host_bytes(self.units, changed=True)
+        self.room.reserve(max(live + changed, 2 * current + flushed + self.room.working), 2 * current + flushed)
 
     def disk_records(self) -> list[tuple[str, int]]:
         """(name, bytes) of every record that lies in the store when all state records exist."""
@@ -261,7 +239,8 @@ class Engine:
         the drive beside the new one, and its parameters can be made again from it.
         """
         return (
-            self.shadows
+            self.store is not None
+            and self.room.shadows
             and self.streamed.stepper is not None
             and unit.state is not None
             and unit.state.on_disk
@@ -327,61 +306,3 @@ def _take_apart(undo: list[Any], pid: int) -> None:
         return
     while undo:
         undo.pop()()
-
-
-def _check(model: nn.Module, parts: list[Part]) -> None:
-    if not parts:
-        raise TierzeroError(f"{type(model).__name__} has no parameters to offload")
-    for part in parts:
-        for name, param in zip(part.names, part.params, strict=True):
-            if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
-                raise TierzeroError(
-                    f"parameter {name} is a {type(param.data if type(param) is nn.Parameter else param).__name__}, "
-                    "not a plain nn.Parameter: "
-                    "offload() takes models before they are offloaded, sharded, quantised or lazily initialised"
-                )
-            if param.layout is not torch.strided:
-                raise TierzeroError(
-                    f"parameter {name} is {param.layout}; tierzero moves dense (strided) parameters only"
-                )
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise TierzeroError(
-                f"buffer {name} is on the meta device: buffers stay on the compute device, so give it its value "
-                "before offload()"
-            )
-
-
-def _check_same_model(meta: dict[str, Any], now: dict[str, Any]) -> None:
-    then = meta.get("engine", {})
-    if then.get("units") == now["units"] and then.get("chunk") == now["chunk"]:
-        return
-    before = {name: spec for _, specs in then.get("units", []) for name, *spec in specs}
-    after = {name: spec for _, specs in now["units"] for name, *spec in specs}
-    differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    what = (
-        f"first difference: {differing[0]}, {before.get(differing[0])} there and {after.get(differing[0])} here"
-        if differing
-        else "the units are cut differently"
-    )
-    raise StoreError(
-        f"the snapshot was written by another model ({what}); resume with the model and units= that wrote it"
-    )
-
-
-def _give_back(unit: Unit, loop: LoopThread) -> None:
-    """Put plain parameters with the unit's values back into the modules."""
-    for index, (rest, slots) in enumerate(zip(unit.rest, unit.slots, strict=True)):
-        blank = index in unit.blank
-        value = torch.empty(rest.shape, dtype=rest.dtype, device="meta") if blank else loop.run(unit.read_param(index))
-        param = nn.Parameter(value, requires_grad=rest.requires_grad)
-        param.__dict__.update(unit.live[index].__dict__)
-        for module, name in slots:
-            module._parameters[name] = param
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)

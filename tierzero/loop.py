@@ -43,9 +43,12 @@ class Answer(Generic[T]):
         self._value, self._error = value, error
         self._gate.release()
 
-    def wait(self) -> T:
-        """The result, or the exception; a signal handler's exception comes through."""
+    def wait(self) -> None:
+        """Return when it was given; a signal handler's exception comes through."""
         self._gate.acquire()
+
+    def result(self) -> T:
+        """What was given, once; raises it if it is an exception."""
         if self._error is None:
             value: T = self._value
             return value
@@ -62,9 +65,11 @@ class LoopThread:
     def __init__(self, name: str = "tierzero") -> None:
         self.loop = asyncio.new_event_loop()
         self._latest: dict[int, asyncio.Task[None]] = {}  # thread -> its request that is not finished
+        self._asking: set[int] = set()  # threads that have asked and not yet got their answers
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self._pid = os.getpid()
+        self._open = True  # Thread.is_alive() would do, but cut short it takes the thread for dead
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -76,9 +81,14 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     @property
+    def _is_here(self) -> bool:
+        """Whether there is a loop to ask: not after close(), not in a forked child."""
+        return self._open and os.getpid() == self._pid
+
+    @property
     def unfinished(self) -> bool:
-        """Whether a request of this thread goes on that an exception kept it from waiting for."""
-        return threading.get_ident() in self._latest
+        """Whether a request of this thread may go on that an exception kept it from waiting for."""
+        return threading.get_ident() in self._asking
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run `coroutine` on the loop and return its result. Never from the loop thread itself. TierzeroError in a
@@ -89,12 +99,10 @@ class LoopThread:
             raise RuntimeError("the loop thread cannot wait for itself; await the coroutine instead")
         answer: Answer[T] = Answer()
         thread = threading.get_ident()
-        try:
-            self.call(lambda: self._start(thread, coroutine, answer))
-        except (TierzeroError, RuntimeError):  # not for what a signal handler raises: the loop may have it already
+        if not self._is_here:
             coroutine.close()
-            raise
-        return answer.wait()
+        self._ask(thread, lambda: self._start(thread, coroutine, answer), answer)
+        return answer.result()
 
     def do(self, function: Callable[[], T]) -> T:
         """Call `function` on the loop and return its result."""
@@ -112,15 +120,23 @@ class LoopThread:
             else:
                 answer.give(value)
 
+        self._ask(thread, serve, answer)
+        return answer.result()
+
+    def _ask(self, thread: int, serve: Callable[[], None], answer: Answer[Any]) -> None:
+        self._asking.add(thread)
         self.call(serve)
-        return answer.wait()
+        answer.wait()
+        self._asking.discard(thread)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the loop call `function` soon. TierzeroError in a forked child."""
-        if os.getpid() != self._pid:
+        """Have the loop call `function` soon. TierzeroError in a forked child and after close()."""
+        if not self._is_here:
             raise TierzeroError(
                 "an offloaded model cannot be used in a forked child: its engine runs in the parent. Read what the "
                 "child needs before forking, or start the child with the spawn method"
+                if os.getpid() != self._pid
+                else "the engine of this model was closed"
             )
         self.loop.call_soon_threadsafe(function)
 
@@ -145,8 +161,9 @@ class LoopThread:
 
     def close(self) -> None:
         """Stop the loop after what is already due, and join the thread."""
-        if os.getpid() != self._pid or not self._thread.is_alive() or self.inside:
+        if not self._is_here or self.inside:
             return
+        self._open = False
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

@@ -59,14 +59,15 @@ class Pager:
         raised, or BudgetError.
         """
         self._check_open(unit)
-        if record:
-            self.trace.use(unit.uid, grad=train)
         unit.pins.add(pin)
         try:
-            if unit.residency is State.READY:
-                self.metrics.add("hits")
-            else:
-                self.metrics.add("misses")
+            hit = unit.residency is State.READY
+            if not hit:
+                self.residency.demanded = unit
+            if record:
+                self.trace.use(unit.uid, grad=train)
+            self.metrics.add("hits" if hit else "misses")
+            if not hit:
                 cause = "stall_update_s" if unit.pending is not None else "stall_fetch_s"
                 with self.metrics.timed(cause):
                     self.loop.run(self.residency.demand(unit, pin, self.transfer.mark()))
@@ -121,7 +122,7 @@ class Pager:
         """
         if self.loop.unfinished:
             self.loop.do(_nothing)
-        self.residency.kicked = False
+        self.residency.kicked, self.residency.demanded = False, None
         for unit in self.units:
             unit.pins.keep(running)
             if unit.live_registered and not unit.pins and not unit.in_backward:

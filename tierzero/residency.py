@@ -54,11 +54,13 @@ class Residency:
         self.depth = depth
         self.closed = False
         self.kicked = False
+        self.demanded: Unit | None = None  # a demand for it is on its way here: a prefetch must not take its room
         self._resident: dict[int, Unit] = {}  # has bytes: FETCHING or READY
         self._around = enclosing([unit.module for unit in units])
 
     async def demand(self, unit: Unit, pin: Pin, now: Any) -> None:
         """Return when `unit` is resident or `pin` does not pin it any more. `now` is the caller's transfer.mark()."""
+        self.demanded = None
         while unit.residency is not State.READY and pin in unit.pins:
             if unit.residency is State.REST:
                 if self._make_room(unit):
@@ -107,8 +109,8 @@ class Residency:
     def _look_ahead(self) -> None:
         """Fetch what is used next, as far as the budget reaches."""
         self.kicked = False
-        if self.closed:
-            return
+        if self.closed or self.demanded is not None:
+            return  # who demands it kicks afterwards
         sizes, keep = self._residents()
         size_of = lambda uid: self.units[uid].layout.flat_bytes
         next_use = self.trace.next_use

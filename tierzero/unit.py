@@ -26,10 +26,11 @@ from torch import nn
 from tierzero.errors import TierzeroError
 from tierzero.grads import HostGrad
 from tierzero.layout import ParamSpec, UnitLayout, unit_layout
-from tierzero.live import live_parameter
+from tierzero.live import LiveParameter, live_parameter
 from tierzero.paged import Paged
 from tierzero.pins import Pins
 from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.replaced import note_replaced
 from tierzero.states import LEGAL, State
 from tierzero.tiers.host import Block
 
@@ -59,7 +60,7 @@ class Unit:
         self.state: StateRecord | None = None
         self.grad_block: Block | None = None
         self.host_flat: Block | None = None  # the parameters cached in host memory, laid out as the flat buffer
-        self.live: list[nn.Parameter] = []
+        self.live: list[LiveParameter] = []
         self.rest: list[nn.Parameter] = []
         self.grad_views: list[torch.Tensor | None] = [None] * len(params)
         self.published: list[weakref.ref[HostGrad] | None] = [None] * len(params)
@@ -107,7 +108,7 @@ class Unit:
         storage.resize_(self.layout.flat_bytes)
         self.flat.set_(storage, 0, (self.layout.flat_bytes,), (1,))
         for index, (param, place) in enumerate(zip(params, self.layout.places, strict=True)):
-            live = live_parameter(param, storage, self.layout.flat_offset(place), device)
+            live = live_parameter(param, self.names[index], storage, self.layout.flat_offset(place), device)
             rest = nn.Parameter(
                 Paged(ParamSource(self, index), param.shape, param.dtype), requires_grad=param.requires_grad
             )
@@ -132,6 +133,8 @@ class Unit:
         parameters that took our place.
         """
         self.live_registered = True
+        for live in self.live:
+            live.open()
         for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
             if live.requires_grad != rest.requires_grad:
                 if rest.requires_grad and self.layout.places[index].grad < 0:
@@ -153,8 +156,12 @@ class Unit:
         """Put the rest parameters into every slot: the first time, and then wherever the live one stands."""
         for live, rest, slots in zip(self.live, self.rest, self.slots, strict=True):
             for module, name in slots:
-                if not self.registered or module._parameters.get(name) is live:
+                there = module._parameters.get(name)
+                if not self.registered and there is not None:
+                    note_replaced(there, live.param_name)
+                if not self.registered or there is live:
                     module._parameters[name] = rest
+            live.shut()
         self.registered = True
         self.live_registered = False
 

@@ -1,10 +1,12 @@
 // The engine over system calls that are short, interrupted, busy, failing or slow.
 #include <atomic>
 #include <cerrno>
+#include <thread>
 
 #include "align.hpp"
 #include "check.hpp"
 #include "engine.hpp"
+#include "ring.hpp"
 #include "slab.hpp"
 
 using namespace tz;
@@ -33,7 +35,24 @@ static ssize_t rough_pread(int fd, void* p, std::size_t n, off_t at) {
 static ssize_t rough_pwrite(int fd, const void* p, std::size_t n, off_t at) {
     return trouble(n) ? -1 : ::pwrite(fd, p, n, at);
 }
-static const SysCalls kRough{.pread = rough_pread, .pwrite = rough_pwrite};
+// A completion that claims trouble, or less than was moved.
+static ssize_t rough_completion(Op, ssize_t result) {
+    if (result < 0) return result;
+    auto n = static_cast<std::size_t>(result);
+    return trouble(n) ? -errno : static_cast<ssize_t>(n);
+}
+static const SysCalls kRough{.pread = rough_pread, .pwrite = rough_pwrite, .completion = rough_completion};
+
+static EngineKind kind = EngineKind::pool;  // of all engines below
+
+static EngineOptions make(unsigned depth, std::size_t block, const SysCalls& calls = SysCalls::real()) {
+    EngineOptions options;
+    options.kind = kind;
+    options.depth = depth;
+    options.block = block;
+    options.calls = calls;
+    return options;
+}
 
 static void reset() {
     calls = 0;
@@ -63,7 +82,7 @@ static void round_trip(Engine& engine, File& file) {
 static void every_kind_of_short_transfer(TempDir& dir) {
     for (const bool direct : {true, false}) {
         File file(dir.file(direct ? "direct" : "buffered"), true, direct);
-        Engine engine(3, 65536, kRough);
+        Engine engine(make(3, 65536, kRough));
         for (const std::size_t limit : {SIZE_MAX, std::size_t{8192}, std::size_t{4096}}) {
             for (const bool busy : {false, true}) {
                 reset();
@@ -83,7 +102,7 @@ static void every_kind_of_short_transfer(TempDir& dir) {
 
 static void a_failure_is_reported_once_and_the_engine_goes_on(TempDir& dir) {
     File file(dir.file("fails"), true, true);
-    Engine engine(2, 4096, kRough);
+    Engine engine(make(2, 4096, kRough));
     Slab data(1 << 16);
     reset();
     wait(engine.transfer(Op::write, file, 0, data.data(), data.size()));
@@ -105,7 +124,7 @@ static void a_failure_is_reported_once_and_the_engine_goes_on(TempDir& dir) {
 
 static void the_end_of_a_file_is_an_error(TempDir& dir) {
     File file(dir.file("ends"), true, true);
-    Engine engine(1, 65536);
+    Engine engine(make(1, 65536));
     Slab data(65536);
     wait(engine.transfer(Op::write, file, 0, data.data(), 8192));
     const auto ticket = engine.transfer(Op::read, file, 4096, data.data(), 8192);
@@ -119,7 +138,7 @@ static void closing_drains(TempDir& dir) {
     Slab data(1 << 16);
     std::vector<std::shared_ptr<Ticket>> tickets;
     {
-        Engine engine(2, 4096);
+        Engine engine(make(2, 4096));
         File file(path, true, true);
         for (int i = 0; i < 50; ++i)
             tickets.push_back(engine.transfer(Op::write, file, static_cast<std::uint64_t>(i) << 16,
@@ -130,7 +149,7 @@ static void closing_drains(TempDir& dir) {
     for (const auto& ticket : tickets) CHECK(ticket->done() && ticket->outcome().bytes == data.size());
     File file(path, false, true);
     CHECK(file.size() == 50u << 16);
-    Engine engine(1, 4096);
+    Engine engine(make(1, 4096));
     engine.close();
     engine.close();
     must_throw<std::invalid_argument>([&] { engine.transfer(Op::read, file, 0, data.data(), 1); });
@@ -138,25 +157,126 @@ static void closing_drains(TempDir& dir) {
 
 static void bad_arguments(TempDir& dir) {
     File file(dir.file("bad"), true, true);
-    Engine engine(1, 4096);
+    Engine engine(make(1, 4096));
     char byte = 0;
     if (file.direct())
         must_throw<std::invalid_argument>([&] { engine.transfer(Op::read, file, 512, &byte, 1); });
     must_throw<std::invalid_argument>(
         [&] { engine.transfer(Op::read, file, UINT64_MAX / 4096 * 4096, &byte, 1); });
-    must_throw<std::invalid_argument>([&] { Engine(0, 4096); });
-    must_throw<std::invalid_argument>([&] { Engine(1, 100); });
+    must_throw<std::invalid_argument>([&] { Engine(make(0, 4096)); });
+    must_throw<std::invalid_argument>([&] { Engine(make(1, 100)); });
     must_throw<std::invalid_argument>([&] { Slab(0); });
     must_throw<IoFailure>([&] { File(dir.file("no/such"), true, true); });
     wait(engine.transfer(Op::read, file, 4096, nullptr, 0));
 }
 
-int main() {
-    TempDir dir;
+// A drive that does not answer: the error comes in time, names everything, and the memory stays until it
+// does.
+static std::atomic<int> lost{0};
+static std::atomic<bool> frozen{false};
+static ssize_t lost_completion(Op, ssize_t result) {
+    return lost > 0 && lost-- > 0 ? SysCalls::kLost : result;
+}
+static ssize_t slow_pwrite(int fd, const void* p, std::size_t n, off_t at) {
+    while (frozen) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return ::pwrite(fd, p, n, at);
+}
+
+static void expect_timeout(Ticket& ticket, const File& file) {
+    CHECK(ticket.wait(std::chrono::seconds(20)));
+    const auto failure = must_throw<IoFailure>([&] { ticket.outcome(); });
+    CHECK(failure.error.code == ETIMEDOUT && failure.error.path == file.path());
+    CHECK(failure.error.message.find("at offset") != std::string::npos);
+    CHECK(failure.error.message.find("pending there:") != std::string::npos);
+}
+
+static void a_request_that_never_completes(TempDir& dir) {
+    File file(dir.file("silent"), true, true), other(dir.file("other"), true, true);
+    Slab data(1 << 20);
+    EngineOptions options =
+        make(2, 65536, {.pread = ::pread, .pwrite = slow_pwrite, .completion = lost_completion});
+    options.deadline = std::chrono::milliseconds(100);
+    auto engine = std::make_unique<Engine>(options);
+    const bool ring = kind == EngineKind::uring && file.direct();
+    if (ring)
+        lost = 2;
+    else
+        frozen = true;
+    const auto first = engine->transfer(Op::write, file, 0, data.data(), 65536);
+    const auto second = engine->transfer(Op::write, file, 65536, data.data() + 65536, 1 << 19);  // behind it
+    expect_timeout(*first, file);
+    expect_timeout(*second, file);
+    CHECK(!first->released());
+    const auto third = engine->transfer(Op::write, file, 0, data.data(), 65536);
+    CHECK(third->wait(std::nullopt));
+    CHECK(must_throw<IoFailure>([&] { third->outcome(); }).error.code == ETIMEDOUT);
+    if (!ring) {  // here the answer does come, and everything goes on
+        frozen = false;
+        while (!first->released() || !second->released())
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        wait(engine->transfer(Op::write, file, 0, data.data(), 65536));
+        frozen = true;
+        const auto last = engine->transfer(Op::write, file, 0, data.data(), 65536);
+        expect_timeout(*last, file);
+    }
+    engine.reset();  // does not hang
+    frozen = false;
+    if (ring) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the thread that was left writes and goes
+}
+
+static void striped_files(TempDir& dir) {
+    std::mt19937 generator(2);
+    Slab from(1 << 20), to(1 << 20);
+    for (std::size_t i = 0; i < from.size(); ++i) from.data()[i] = static_cast<char>(generator());
+    for (const std::vector<unsigned>& weights :
+         {std::vector<unsigned>{1, 1}, {3, 1}, {1, 2, 3}, {5, 1, 2, 7}}) {
+        std::vector<std::string> paths;
+        for (std::size_t i = 0; i < weights.size(); ++i)
+            paths.push_back(
+                dir.file(("part" + std::to_string(paths.size()) + std::to_string(weights.size())).c_str()));
+        File file(paths, true, true, weights, 8192);
+        Engine engine(make(3, 16384));
+        file.preallocate(from.size());
+        CHECK(file.size() >= from.size());
+        for (const std::size_t n :
+             {std::size_t{1}, std::size_t{8191}, std::size_t{8193}, std::size_t{300001}, from.size()})
+            for (const std::uint64_t at : {0u, 4096u, 8192u, 20480u}) {
+                if (at + n > from.size()) continue;
+                std::memset(to.data(), 0, n);
+                wait(engine.transfer(Op::write, file, at, from.data(), n));
+                wait(engine.transfer(Op::read, file, at, to.data(), n));
+                CHECK(std::memcmp(from.data(), to.data(), n) == 0);
+            }
+        std::uint64_t sum = 0;
+        for (const auto& path : paths) sum += File(path, false, true).size();
+        CHECK(sum == from.size());
+        file.truncate(50000);
+        CHECK(file.size() == 50000);
+    }
+}
+
+static void everything(TempDir& dir) {
     every_kind_of_short_transfer(dir);
     a_failure_is_reported_once_and_the_engine_goes_on(dir);
     the_end_of_a_file_is_an_error(dir);
     closing_drains(dir);
     bad_arguments(dir);
+    striped_files(dir);
+    a_request_that_never_completes(dir);
+}
+
+int main() {
+    {
+        TempDir dir;
+        everything(dir);
+    }
+    if (!probe_uring().empty()) {
+        std::printf("engine: ok (no io_uring: %s)\n", probe_uring().c_str());
+        return 0;
+    }
+    TempDir dir;
+    kind = EngineKind::uring;
+    everything(dir);
     std::printf("engine: ok\n");
 }

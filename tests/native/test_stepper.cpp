@@ -24,6 +24,17 @@ static ssize_t failing_pwrite(int fd, const void* p, std::size_t n, off_t at) {
 }
 static const SysCalls kFailing{.pread = ::pread, .pwrite = failing_pwrite};
 
+static std::shared_ptr<Engine> make_engine(unsigned depth, std::size_t block,
+                                           EngineKind kind = EngineKind::automatic,
+                                           const SysCalls& calls = SysCalls::real()) {
+    EngineOptions options;
+    options.kind = kind;
+    options.depth = depth;
+    options.block = block;
+    options.calls = calls;
+    return std::make_shared<Engine>(options);
+}
+
 struct Planes {
     std::vector<float> p, m, v;
 };
@@ -126,7 +137,7 @@ static Record record_on(const File& file, std::uint64_t src, std::uint64_t dst, 
 static void streams_records(TempDir& dir, std::size_t records, std::uint64_t chunk, std::size_t slots,
                             bool direct, unsigned threads) {
     const auto grads = make_grads();
-    auto engine = std::make_shared<Engine>(4, 8192);
+    auto engine = make_engine(4, 8192);
     File file(dir.file("stream"), true, direct);
     Slab buffers(14 * chunk * slots);
     std::memset(buffers.data(), 0x5a, buffers.size());
@@ -164,7 +175,7 @@ static void streams_records(TempDir& dir, std::size_t records, std::uint64_t chu
 
 static void every_write_may_fail(TempDir& dir) {
     const auto grads = make_grads();
-    auto engine = std::make_shared<Engine>(2, 8192, kFailing);
+    auto engine = make_engine(2, 8192, EngineKind::pool, kFailing);
     File file(dir.file("fails"), true, true);
     Slab buffers(14 * kChunk * 3);
     Stepper stepper(engine, buffers.data(), buffers.size(), kChunk, 1);
@@ -204,7 +215,7 @@ static void closes_with_work_queued(TempDir& dir) {
     File file(dir.file("closes"), true, true);
     Slab buffers(14 * kChunk * 3);
     for (const bool engine_first : {false, true}) {
-        auto engine = std::make_shared<Engine>(2, 8192);
+        auto engine = make_engine(2, 8192);
         put(*engine, file, 0, layout(make_planes(1), kChunk));
         std::vector<std::shared_ptr<Ticket>> tickets;
         Stepper stepper(engine, buffers.data(), buffers.size(), kChunk, 2);

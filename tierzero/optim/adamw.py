@@ -10,7 +10,7 @@ import torch
 
 from tierzero.errors import NonFiniteGradientError, TierzeroError
 from tierzero.optim.clip import place_of
-from tierzero.optim.norms import begin_norms, is_finite, unit_norms
+from tierzero.optim.norms import begin_norms, is_finite, unit_norms, without_grad
 from tierzero.optim.overlap import Mode, Overlap
 from tierzero.optim.streamed import Hyper, UnitUpdate
 from tierzero.paged import Paged
@@ -87,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
             )
         return unit, k
 
-    @torch.no_grad()
+    @without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue one update of every parameter that has a gradient. Returns the closure's loss, if there is one."""
         loss = None

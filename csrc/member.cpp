@@ -1,0 +1,135 @@
+#include "member.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+
+#include "align.hpp"
+#include "error.hpp"
+#include "slab.hpp"
+
+namespace tz {
+
+namespace {
+
+std::atomic<std::uint64_t> next_id{1};
+
+template <class Call>
+auto retry(Call call) {
+    decltype(call()) result;
+    do {
+        result = call();
+    } while (result < 0 && errno == EINTR);
+    return result;
+}
+
+int open_retry(const std::string& path, int flags, mode_t mode) {
+    return retry([&] { return ::open(path.c_str(), flags, mode); });
+}
+
+// Writes one aligned block and reads it back through O_DIRECT, on a nameless neighbour of `path`.
+bool direct_works(const std::string& path) {
+    const std::string probe = path + ".probe-" + std::to_string(getpid());
+    const int fd = open_retry(probe, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
+    if (fd < 0) {
+        if (errno == EINVAL)
+            ::unlink(probe.c_str());  // some kernels create the name before refusing the flag
+        return false;
+    }
+    ::unlink(probe.c_str());
+    Slab block(2 * kPage);
+    std::memset(block.data(), 0x5a, kPage);
+    const bool ok = ::pwrite(fd, block.data(), kPage, 0) == static_cast<ssize_t>(kPage) &&
+                    ::pread(fd, block.data() + kPage, kPage, 0) == static_cast<ssize_t>(kPage) &&
+                    std::memcmp(block.data(), block.data() + kPage, kPage) == 0;
+    ::close(fd);
+    return ok;
+}
+
+off_t checked_offset(std::uint64_t nbytes, const char* what) {
+    if (nbytes > static_cast<std::uint64_t>(std::numeric_limits<off_t>::max()))
+        throw std::invalid_argument("cannot " + std::string(what) + " " + std::to_string(nbytes) +
+                                    " bytes: beyond the largest file");
+    return static_cast<off_t>(nbytes);
+}
+
+}  // namespace
+
+Member::Member(std::string path, bool create, bool direct) : path_(std::move(path)), id_(next_id++) {
+    if (path_.empty() || path_.find('\0') != std::string::npos)
+        throw std::invalid_argument("a file path must be neither empty nor hold a zero byte");
+    fd_ = open_retry(path_, O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0644);
+    if (fd_ < 0) fail(errno, "cannot open for reading and writing");
+    struct stat st{};
+    if (::fstat(fd_, &st) != 0 || !(S_ISREG(st.st_mode) || S_ISBLK(st.st_mode))) {
+        ::close(fd_);
+        throw IoFailure(EINVAL, "not a regular file", path_);
+    }
+    if (direct && direct_works(path_)) {
+        const int again = open_retry(path_, O_RDWR | O_CLOEXEC | O_DIRECT, 0);
+        if (again >= 0) {
+            ::close(fd_);
+            fd_ = again;
+            direct_ = true;
+        }
+    }
+    device_ = S_ISBLK(st.st_mode) ? st.st_rdev : st.st_dev;
+    inode_ = st.st_ino;
+}
+
+Member::~Member() {
+    ::close(fd_);
+    for (const auto& note : notes_) try {
+            note();
+        } catch (const std::bad_alloc&) {
+            continue;  // whoever keeps the file registered lets go of it at its own end
+        }
+}
+
+void Member::fail(int code, const std::string& what) const {
+    throw IoFailure(code, what + ": " + errno_text(code), path_);
+}
+
+std::uint64_t Member::size() const {
+    struct stat st{};
+    if (::fstat(fd_, &st) != 0) fail(errno, "cannot read the size");
+    return static_cast<std::uint64_t>(st.st_size);
+}
+
+void Member::preallocate(std::uint64_t nbytes) const {
+    const off_t target = checked_offset(nbytes, "preallocate");
+    const std::uint64_t before = size();
+    if (nbytes == 0) return;
+    int rc = retry([&] { return ::fallocate(fd_, 0, 0, target); });
+    if (rc != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
+        if (nbytes <= before) return;
+        rc = retry([&] { return ::ftruncate(fd_, target); });
+    }
+    if (rc == 0) return;
+    const int code = errno;
+    // give back what a partial allocation took; the failure above is the one to report
+    if (nbytes > before && ::ftruncate(fd_, static_cast<off_t>(before)) != 0) errno = code;
+    fail(code, "cannot grow the file to " + std::to_string(nbytes) + " bytes");
+}
+
+void Member::truncate(std::uint64_t nbytes) const {
+    const off_t target = checked_offset(nbytes, "truncate to");
+    if (retry([&] { return ::ftruncate(fd_, target); }) != 0)
+        fail(errno, "cannot cut the file to " + std::to_string(nbytes) + " bytes");
+}
+
+void Member::sync() const {
+    if (retry([&] { return ::fdatasync(fd_); }) != 0) fail(errno, "cannot flush to the drive");
+}
+
+void Member::at_close(std::function<void()> note) const {
+    std::lock_guard lock(mutex_);
+    notes_.push_back(std::move(note));
+}
+
+}  // namespace tz

@@ -1,0 +1,74 @@
+"""The user's model before and after: what can be offloaded, what a snapshot fits, and giving parameters back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierzero.errors import StoreError, TierzeroError
+from tierzero.loop import LoopThread
+from tierzero.partition import Part
+from tierzero.unit import Unit
+
+
+def check_model(model: nn.Module, parts: list[Part]) -> None:
+    """TierzeroError for what cannot be offloaded."""
+    if not parts:
+        raise TierzeroError(f"{type(model).__name__} has no parameters to offload")
+    for part in parts:
+        for name, param in zip(part.names, part.params, strict=True):
+            if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
+                raise TierzeroError(
+                    f"parameter {name} is a {type(param.data if type(param) is nn.Parameter else param).__name__}, "
+                    "not a plain nn.Parameter: "
+                    "offload() takes models before they are offloaded, sharded, quantised or lazily initialised"
+                )
+            if param.layout is not torch.strided:
+                raise TierzeroError(
+                    f"parameter {name} is {param.layout}; tierzero moves dense (strided) parameters only"
+                )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise TierzeroError(
+                f"buffer {name} is on the meta device: buffers stay on the compute device, so give it its value "
+                "before offload()"
+            )
+
+
+def check_same_model(meta: dict[str, Any], now: dict[str, Any]) -> None:
+    """StoreError unless the snapshot with `meta` was written by a model that describes itself as `now`."""
+    then = meta.get("engine", {})
+    if then.get("units") == now["units"] and then.get("chunk") == now["chunk"]:
+        return
+    before = {name: spec for _, specs in then.get("units", []) for name, *spec in specs}
+    after = {name: spec for _, specs in now["units"] for name, *spec in specs}
+    differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    what = (
+        f"first difference: {differing[0]}, {before.get(differing[0])} there and {after.get(differing[0])} here"
+        if differing
+        else "the units are cut differently"
+    )
+    raise StoreError(
+        f"the snapshot was written by another model ({what}); resume with the model and units= that wrote it"
+    )
+
+
+def give_back(unit: Unit, loop: LoopThread) -> None:
+    """Put plain parameters with the unit's values back into the modules."""
+    for index, (rest, slots) in enumerate(zip(unit.rest, unit.slots, strict=True)):
+        blank = index in unit.blank
+        value = torch.empty(rest.shape, dtype=rest.dtype, device="meta") if blank else loop.run(unit.read_param(index))
+        param = nn.Parameter(value, requires_grad=rest.requires_grad)
+        param.__dict__.update(unit.live[index].__dict__)
+        for module, name in slots:
+            module._parameters[name] = param
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put the model's buffers on the compute device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,42 @@
+"""Room on the drives for what steps and snapshots write beside what is there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+from tierzero.store import Store
+from tierzero.unit import Unit
+
+log = logging.getLogger("tierzero")
+
+
+class Room:
+    """`width` updates are on their way at a time; `records`: (name, bytes) of all records in the store. Bytes."""
+
+    def __init__(self, store: Store, units: list[Unit], width: int, records: list[tuple[str, int]]) -> None:
+        self.store = store
+        self.shadows = True  # there is room for a second version of every record that a step changes
+        self.working = width * max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in units), default=0)
+        self.changing = sum(nbytes for name, nbytes in records if name.endswith(("/state", "/param")))
+
+    def reserve(self, least: int, held: int) -> None:
+        """Have at least `least` bytes of space. Better is a second version of all that changes beside the `held` bytes;
+        if the drive has no room for that, updates wait for their step from now on.
+        """
+        wanted = max(least, held + self.changing)
+        if self.shadows and wanted > least:
+            try:
+                self.store.reserve(wanted)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self.shadows = False
+                log.warning(
+                    "%s has no room for two versions of all optimizer states (%s): updates begin at step(), not in "
+                    "backward. Free some space to have both at once",
+                    self.store.path,
+                    error.strerror,
+                )
+        self.store.reserve(least)
