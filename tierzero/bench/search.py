@@ -10,7 +10,7 @@ from typing import Any
 
 from tierzero.bench import fio
 from tierzero.bench.scratch import Scratch, native
-from tierzero.bench.stream import KINDS, Buffers, Sample, Setting, rates, run
+from tierzero.bench.stream import KINDS, LEAST_REQUEST, Buffers, Sample, Setting, rates, request_for, run
 
 MIB = 1 << 20
 # block, depth: the engine's default first, and the state chunks of 256 Ki elements x 12 bytes
@@ -115,6 +115,7 @@ class Search:
         self.compare = compare
         self.shares = _WITH_FIO if compare else _PLAIN
         self.found = Found(list(settings))
+        self.request = LEAST_REQUEST
         self._progress = progress
         self._start = 0.0
         self._until = 0.0
@@ -129,6 +130,7 @@ class Search:
         patience = max(self._left(), 0.5)
         fill = self._phase(found.settings[0], buffers, "write", patience, nbytes=scratch.size, what="first writing")
         found.fill, found.size = fill, fill.written // (2 * MIB) * (2 * MIB)
+        self.request = request_for(fill.rate)
         found.direct, found.alignment = bool(scratch.file.direct), int(scratch.file.alignment)
         found.huge_pages = buffers.huge_share
         self._stage("grid")
@@ -181,6 +183,7 @@ class Search:
             seconds=seconds,
             nbytes=nbytes,
             size=self.found.size or None,
+            request=self.request,
             drives=self.drives,
             tick=tick,
         )
