@@ -84,6 +84,8 @@ def test_the_winner_is_best_in_all_and_cheapest_among_equals() -> None:
         for kind in KINDS:
             found.samples[setting, kind] = [Sample(kind, 10**9, 0, seconds, cpu)]
     assert found.ranking() == [cheap, fast, slow]
+    found.finalists = [slow, fast]
+    assert found.ranking() == [fast, slow, cheap], "a setting measured once does not win against those of the finals"
     assert found.score(fast) == pytest.approx(1)
     assert found.score(slow) == pytest.approx(0.5)
     assert found.rate(Setting("pool", 2 * MIB, 2), "read") == 0

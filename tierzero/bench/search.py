@@ -14,7 +14,7 @@ from tierzero.bench.stream import KINDS, LEAST_REQUEST, Buffers, Sample, Setting
 
 MIB = 1 << 20
 # block, depth: the engine's default first, and the state chunks of 256 Ki elements x 12 bytes
-GRID = [(4, 8), (3, 8), (2, 16), (1, 32), (3, 16), (4, 16), (8, 4), (8, 8)]
+GRID = [(4, 8), (3, 8), (8, 8), (2, 16), (4, 16), (1, 32), (3, 16), (8, 4)]
 _FINALISTS = 4
 _NEAR = 0.98  # settings this close to the best are equal: the one that costs less CPU wins
 # of the time: the first writing of the file, the grid, the finals, the comparison, and the long runs of each kind
@@ -44,6 +44,7 @@ class Found:
     alignment: int = 0
     huge_pages: float = 0.0
     samples: dict[tuple[Setting, str], list[Sample]] = field(default_factory=dict)
+    finalists: list[Setting] = field(default_factory=list)
     winner: Setting | None = None
     long: dict[str, Long] = field(default_factory=dict)
     against: dict[str, list[tuple[Sample, fio.Result]]] = field(default_factory=dict)
@@ -67,9 +68,10 @@ class Found:
         return float(product ** (1 / len(KINDS)))
 
     def ranking(self) -> list[Setting]:
-        """Best first; among equals the cheaper one."""
-        order = sorted(self.settings, key=self.score, reverse=True)
-        near = [s for s in order if self.score(s) >= _NEAR * self.score(order[0])]
+        """Best first, among equals the cheaper one; those of the finals before those that were measured once."""
+        order = sorted(self.settings, key=lambda s: (s in self.finalists, self.score(s)), reverse=True)
+        final = [s for s in order if s in self.finalists] or order
+        near = [s for s in final if self.score(s) >= _NEAR * self.score(final[0])]
         near.sort(key=lambda s: sum(self.cpu(s, kind) for kind in KINDS))
         return near + [s for s in order if s not in near]
 
@@ -208,6 +210,7 @@ class Search:
     def _finals(self, buffers: Buffers) -> None:
         """The best of the grid again, in turns, so that a drive's moods hit all of them."""
         best = sorted(self.found.settings, key=self.found.score, reverse=True)[:_FINALISTS]
+        self.found.finalists = best
         each = max(self._left() / (3 * len(KINDS) * len(best)), 0.02)
         while len(best) > 1 and self._left() > each * len(KINDS):
             for setting in best:
