@@ -61,6 +61,7 @@ ROWS = [
     {"cli"},
 ]
 INSIDE = {
+    "profiles": {"drives"},
     "layout": {"errors"},
     "extents": {"layout"},
     "cgroup": {"drives"},

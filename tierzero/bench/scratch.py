@@ -13,10 +13,10 @@ from typing import Any
 from tierzero.errors import ConfigError, TierzeroError
 from tierzero.native import NATIVE
 from tierzero.sizes import format_size
+from tierzero.stripes import STRIPE
 
 UNIT = 1 << 21  # sizes are multiples of this
 MINIMUM = 32 << 20  # bytes below which nothing useful is measured
-STRIPE = 1 << 20  # bytes of a member at a time, where there are several
 _SHARE = 0.9  # of the free space, at most: others write there too
 
 

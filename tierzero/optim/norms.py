@@ -17,16 +17,18 @@ R = TypeVar("R")
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """As torch.no_grad(), which leaves gradients off when a signal handler raises while it is entered."""
+    """As torch.no_grad(), which leaves gradients off when a signal handler raises as it is entered or left. The C
+    function behind it leaves no room for one.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         before = torch.is_grad_enabled()
         try:
-            torch.set_grad_enabled(False)
+            torch._C._set_grad_enabled(False)
             return function(*args, **kwargs)
         finally:
-            torch.set_grad_enabled(before)
+            torch._C._set_grad_enabled(before)
 
     return wrapper
 
