@@ -66,7 +66,7 @@ struct PyEngine {
 
     std::shared_ptr<Engine> core;
     std::unordered_map<const Ticket*, nb::object> pending;
-    std::vector<nb::object> overdue;  // reaped, but their buffers are still the kernel's
+    std::vector<nb::object> overdue;                    // reaped, but their buffers are still the kernel's
     std::unordered_map<const char*, Array> registered;  // the kernel knows their pages by address
 };
 

@@ -27,7 +27,8 @@ void translate(const std::exception_ptr& raised, void*) {
             nb::steal(PyObject_CallFunction(PyExc_OSError, "isO", e.code, e.message.c_str(), path.ptr()));
         if (error.is_valid()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     } catch (const std::system_error& failure) {
-        PyObject* const args = Py_BuildValue("(is)", failure.code().value(), "a thread cannot be started: "
+        PyObject* const args = Py_BuildValue("(is)", failure.code().value(),
+                                             "a thread cannot be started: "
                                              "raise the limit of processes, or use fewer threads");
         if (args) PyErr_SetObject(PyExc_OSError, args);
         Py_XDECREF(args);

@@ -14,7 +14,8 @@ namespace tz {
 
 namespace {
 
-constexpr std::chrono::nanoseconds kMoment = std::chrono::milliseconds(200), kPatience = std::chrono::hours(1);
+constexpr std::chrono::nanoseconds kMoment = std::chrono::milliseconds(200),
+                                   kPatience = std::chrono::hours(1);
 
 EngineOptions checked(const EngineOptions& options) {
     const auto refuse = [](const std::string& text) { throw std::invalid_argument(text); };

@@ -43,8 +43,8 @@ bool direct_reads(const std::string& path) {
     return ok;
 }
 
-// Writes one aligned block and reads it back through O_DIRECT, on a nameless neighbour of `path`. IoFailure where
-// that cannot be tried for want of descriptors.
+// Writes one aligned block and reads it back through O_DIRECT, on a nameless neighbour of `path`. IoFailure
+// where that cannot be tried for want of descriptors.
 bool direct_works(const std::string& path) {
     const std::string probe = path + ".probe-" + std::to_string(getpid());
     const int fd = open_retry(probe, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
@@ -67,7 +67,8 @@ bool direct_works(const std::string& path) {
     return ok;
 }
 
-// Some file systems undo an allocation that a signal interrupts: under a fast timer it would start over for ever.
+// Some file systems undo an allocation that a signal interrupts: under a fast timer it would start over for
+// ever.
 class SignalsWait {
   public:
     SignalsWait() {

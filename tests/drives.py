@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,13 +11,13 @@ from pathlib import Path
 import pytest
 
 
-def command(*words: str | os.PathLike[str]) -> str:
+def command(*words: str | Path) -> str:
     """Run it and return its output; skip the test where it is missing or not permitted."""
-    if shutil.which(os.fspath(words[0])) is None:
-        pytest.skip(f"no {os.fspath(words[0])} here")
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"no {words[0]} here")
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"{' '.join(map(os.fspath, words))}: {done.stderr.strip()}")
+        pytest.skip(f"{' '.join(map(str, words))}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 

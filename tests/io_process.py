@@ -13,7 +13,7 @@ import pytest
 NOBODY = 54321  # a user who runs nothing else here, so that limits per user count this process alone
 PRELUDE = (
     f"NOBODY = {NOBODY}"
-     """
+    """
 import ctypes, errno, gc, os, resource, signal, sys, time
 import numpy as np
 from tierzero import _native as n
