@@ -48,9 +48,12 @@ def noise(nbytes: int, seed: int) -> np.ndarray[Any, Any]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for it; the test's own time limit ends what never comes."""
-    while not condition():
+    """Wait for it, but not for ever: the drive has to be thawed and unmounted whatever happens."""
+    for _ in range(30_000):
+        if condition():
+            return
         time.sleep(0.002)
+    raise AssertionError("it did not come about")
 
 
 def test_a_frozen_drive_and_its_thaw(drive: LoopDrive, kind: str) -> None:

@@ -51,10 +51,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("n" * 300, OSError, "name too long"),
     ],
 )
-def test_odd_paths(paths: Any, error: type[Exception], text: str) -> None:
+def test_odd_paths(paths: Any, error: type[Exception], text: str, small_heap: None) -> None:
     Path("a").touch()
     os.link("a", "link")
     os.mkfifo("fifo")
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(error, match=text) as caught:
         _native.File(paths, stripe=4096)

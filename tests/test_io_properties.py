@@ -167,7 +167,7 @@ class Opened:
             shutil.rmtree(home)
 
 
-@settings(LOOSE, max_examples=150)
+@settings(LOOSE, max_examples=100)
 @given(layout=layouts, todo=acts)
 def test_every_engine_is_the_model(
     engines: dict[str, Any], places: tuple[Path, Path], layout: Layout, todo: list[Act]
@@ -218,7 +218,7 @@ def test_around_every_boundary(engines: dict[str, Any], places: tuple[Path, Path
         opened.close()
 
 
-@settings(LOOSE, max_examples=150)
+@settings(LOOSE, max_examples=100)
 @given(layout=layouts, nbytes=st.integers(0, 60 * PAGE), more=st.integers(0, 60 * PAGE))
 def test_sizes_come_back(places: tuple[Path, Path], layout: Layout, nbytes: int, more: int) -> None:
     """Growing, cutting and growing again, and that all bytes between are zeros."""
