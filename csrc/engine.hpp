@@ -23,8 +23,8 @@ enum class EngineKind { automatic, uring, pool };
 
 struct EngineOptions {
     EngineKind kind = EngineKind::automatic;
-    std::size_t block = 4 << 20;  // bytes of a piece, a multiple of 4096
-    unsigned depth = 8;           // blocks in flight per drive
+    std::size_t block = 8 << 20;  // bytes of a piece, a multiple of 4096
+    unsigned depth = 16;          // blocks in flight per drive
     unsigned threads = 0;         // of a pool, per drive; 0: depth
     std::chrono::nanoseconds deadline = std::chrono::seconds(60);
     SysCalls calls = SysCalls::real();

@@ -158,8 +158,8 @@ class Engine:
         self,
         *,
         kind: str = "auto",
-        block: int = 4194304,
-        depth: int = 8,
+        block: int = 8388608,
+        depth: int = 16,
         threads: int = 0,
         deadline: float = 60.0,
     ) -> None: ...
