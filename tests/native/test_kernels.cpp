@@ -70,7 +70,7 @@ static void cutting_at_multiples_of_8_changes_nothing() {
         for (float& x : v) x = x * x;
         const auto g = convert(normal(n, 4), Dtype::f32, 0);
         auto p2 = p, m2 = m, v2 = v;
-        adamw(p.data(), m.data(), v.data(), g.data(), nullptr, n, types, s, 3);
+        adamw({p.data(), m.data(), v.data(), nullptr, g.data(), nullptr}, n, types, s, 3);
         const auto kernel = adam_kernel(types);
         kernel(p2.data(), m2.data(), v2.data(), g.data(), nullptr, cut, s);
         kernel(p2.data() + cut, m2.data() + cut, v2.data() + cut, g.data() + 4 * cut, nullptr, n - cut, s);

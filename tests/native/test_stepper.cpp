@@ -200,7 +200,7 @@ static void every_write_may_fail(TempDir& dir) {
     Record r = record_on(file, 0, kSpan, 2 * kSpan, grads, 0);
     r.src.reset();
     r.dst.reset();
-    r.state = state.data();
+    r.state = reinterpret_cast<char*>(state.data());
     writes_left = 0;
     const auto bad = stepper.submit(std::move(r));
     CHECK(bad->wait(std::nullopt));
