@@ -50,7 +50,7 @@ TZ_AVX2 __attribute__((noinline)) void lanes_avx2(char* data, const char* more, 
 #endif
 
 template <Dtype T, int A>
-float norm(char* data, const char* more, std::size_t n, bool vector) {
+float norm(char* data, const char* more, std::size_t n, [[maybe_unused]] bool vector) {
     if (n == 1) return std::fabs(element<T, A>(data, more, 0));
     static const bool contracted = has_fma();
     float lanes[8] = {};
@@ -71,7 +71,7 @@ float norm(char* data, const char* more, std::size_t n, bool vector) {
     return std::sqrt(sum);
 }
 
-float norm_of(const char* data, Dtype type, std::size_t n, bool vector) {
+float norm_of(const char* data, Dtype type, std::size_t n, [[maybe_unused]] bool vector) {
     char* const read_only = const_cast<char*>(data);  // nothing is added
     switch (type) {
         case Dtype::f32:

@@ -27,7 +27,7 @@ struct Segment {
     std::int64_t out = -1;  // byte offset in the parameter copy
     Dtype out_type = Dtype::f32;
     AdamScalars scalars{};
-    Noise noise;  // of moments that are not float32
+    Noise noise{};  // of moments that are not float32
 };
 
 // A place in a file.
