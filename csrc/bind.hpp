@@ -72,7 +72,8 @@ struct PyEngine {
 
     std::shared_ptr<Engine> core;
     std::unordered_map<const Ticket*, nb::object> pending;
-    std::vector<nb::object> overdue;  // reaped, but their buffers are still the kernel's
+    std::vector<nb::object> overdue;                    // reaped, but their buffers are still the kernel's
+    std::unordered_map<const char*, Array> registered;  // the kernel knows their pages by address
 };
 
 // Close functions of live engines and steppers, run when the interpreter exits.

@@ -51,7 +51,12 @@ Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbyt
         free_.push_back(&slots_[i]);
     }
     engine_->fix(buffers, slots_.size() * slot_bytes);
-    thread_ = std::thread([this] { run(); });
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (...) {
+        engine_->unfix(buffers);
+        throw;
+    }
 }
 
 Stepper::~Stepper() {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,30 +106,29 @@ class Tiered:
 
     def check_pools(self) -> None:
         """Nothing is on the device but the bytes of resident units, nothing is in use, and the budget was kept."""
-        from tierzero.unit import State
+        from tierzero.states import State
 
         engine = self.engine
-        engine.run(_turn())  # let what is due on the loop run
-        with engine.pager.lock:
-            arrivals = [unit.arrival for unit in engine.units if unit.residency is State.FETCHING]
-        for arrival in arrivals:
-            arrival.result()
-        with engine.pager.lock:
-            held = sum(unit.layout.flat_bytes for unit in engine.units if unit.residency is not State.REST)
-            assert engine.metrics.device_used == held
-            assert engine.metrics.device_peak <= engine.metrics.device_budget
-            assert [unit.name for unit in engine.units if unit.pins] == []
-            assert [unit.name for unit in engine.units if unit.in_backward] == []
-            for unit in engine.units:
-                size = unit.flat.untyped_storage().nbytes()
-                assert size == (0 if unit.residency is State.REST else unit.layout.flat_bytes), unit.name
+        engine.run(_arrived(engine.units))
+        held = sum(unit.layout.flat_bytes for unit in engine.units if unit.residency is not State.REST)
+        assert engine.metrics.device_used == held
+        assert engine.metrics.device_peak <= engine.metrics.device_budget
+        assert [unit.name for unit in engine.units if unit.pins] == []
+        assert [unit.name for unit in engine.units if unit.in_backward or unit.live_registered] == []
+        for unit in engine.units:
+            size = unit.flat.untyped_storage().nbytes()
+            assert size == (0 if unit.residency is State.REST else unit.layout.flat_bytes), unit.name
         assert engine.arena.peak <= engine.metrics.host_budget
         assert not engine.hooks.frames
-        assert not engine.hooks.graph_tasks
+        assert not engine.hooks.backward.tasks
 
 
-async def _turn() -> None:
-    pass
+async def _arrived(units: Sequence[Any]) -> None:
+    """Let what is due on the loop run, and all fetches arrive."""
+    await asyncio.sleep(0)
+    while arrivals := [unit.arrival for unit in units if unit.arrival is not None and not unit.arrival.done()]:
+        await asyncio.wait(arrivals)
+        await asyncio.sleep(0)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.api import engine_of
-from tierzero.unit import State
+from tierzero.pins import Pin
+from tierzero.states import State
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
@@ -237,21 +238,33 @@ def test_a_forked_child_leaves_everything_to_its_parent(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path / "store")], check=True, timeout=120)
 
 
-def test_a_fetch_that_never_started_is_started_again(tmp_path: Path) -> None:
-    """An exception from a signal may come between marking a unit as on its way and starting the fetch."""
+def test_a_pin_that_nobody_gives_back(tmp_path: Path) -> None:
+    """An exception from a signal may come between pinning a unit and doing anything about it."""
     model = make(Net)
     tz.offload(model, tiers_for(model, "nvme", tmp_path / "store"))
-    engine = engine_of(model)
-    engine.pager.depth = 0
-    unit = engine.units[0]
-    with engine.pager.lock:
-        if unit.residency is State.REST:
-            unit.become(State.FETCHING)
-            engine.pager._resident[unit.uid] = unit
-            engine.metrics.device(unit.layout.flat_bytes)
-    unit.pins += 1  # and a pin that nobody will give back
+    units = engine_of(model).units
+    pin = Pin()
+    units[0].pins.add(pin)
+    units[1].pins.add(Pin())  # gone at once
+    assert [len(unit.pins) for unit in units[:2]] == [1, 0]
     (batch,) = batches(1)
     first = loss_of(model, batch)
     assert torch.equal(first, loss_of(model, batch))
-    assert unit.pins == 0
+    assert len(units[0].pins) == 0
     tz.close(model)
+
+
+def test_an_eviction_that_meets_a_pin_is_taken_back(tmp_path: Path) -> None:
+    """Whoever pins first keeps the bytes; afterwards they may go."""
+    with tiered(make(Net), tiers_for(make(Net), "nvme", tmp_path / "store")) as run:
+        residency = run.engine.pager.residency
+        unit, pin = run.engine.units[0], Pin()
+        run.engine.pager.acquire(unit, pin, record=False)
+        assert not run.engine.loop.do(lambda: residency._evict(unit))
+        assert unit.residency is State.READY
+        run.engine.loop.do(lambda: residency.stale(unit))
+        assert unit.residency is State.READY
+        run.engine.pager.release(unit, pin)
+        run.engine.pager.release(unit, pin)  # as often as one likes
+        run.engine.pager.mark_stale(unit)
+        assert unit.residency is not State.READY or unit.prefetched

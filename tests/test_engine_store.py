@@ -29,7 +29,7 @@ from oracle import (
     tiers_for,
     train_both,
 )
-from test_engine_optim import backward_both, in_groups, pair
+from pairs import backward_both, in_groups, pair
 
 import tierzero as tz
 from tierzero.native import NATIVE

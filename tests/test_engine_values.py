@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import DIM, VOCAB, Net
 from oracle import PLACEMENTS, Plain, assert_same, batches, loss_of, make, same, tiered, tiers_for, train_both
-from test_engine_optim import pair
+from pairs import pair
 from torch import nn
 
 import tierzero as tz

@@ -14,8 +14,24 @@ import tierzero
 PACKAGE = Path(tierzero.__file__).parent
 # later rows may import earlier ones, never the other way round; inside a row only the arrows named in INSIDE
 ROWS = [
-    {"errors", "sizes", "layout", "schedule", "metrics", "native", "extents", "loop", "malloc"},
-    {"checksum", "lock", "manifest"},
+    {
+        "errors",
+        "sizes",
+        "layout",
+        "schedule",
+        "metrics",
+        "native",
+        "extents",
+        "loop",
+        "malloc",
+        "stripes",
+        "endurance",
+        "hugepages",
+        "profiles",
+        "drives",
+        "cgroup",
+    },
+    {"checksum", "lock", "manifest", "members", "tuning"},
     {
         "tiers.base",
         "directory",
@@ -29,36 +45,73 @@ ROWS = [
         "versions",
         "store",
     },
-    {"paged", "grads", "records"},
+    {"paged", "grads", "records", "live", "pins", "states", "replaced"},
     {"unit", "partition", "placement"},
     {"updates", "transfer", "homes"},
-    {"pager", "saved"},
-    {"hooks", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
+    {"residency", "pager", "saved"},
+    {"hooks", "backward", "optim.norms", "optim.clip", "optim.streamed", "optim.adamw"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"bench.scratch", "bench.fio"},
+    {"bench.stream"},
+    {"bench.search"},
+    {"bench.nvme"},
+    {"bench.show"},
+    {"doctor"},
     {"cli"},
 ]
 INSIDE = {
+    "profiles": {"drives"},
     "layout": {"errors"},
     "extents": {"layout"},
+    "cgroup": {"drives"},
     "loop": {"errors"},
     "checksum": set(),
     "manifest": {"checksum"},
+    "members": {"manifest"},
     "directory": set(),
     "tiers.host": {"tiers.base"},
     "tiers.portable": {"tiers.base"},
     "tiers.faulty": {"tiers.base"},
     "tiers.nvme": {"tiers.base"},
+    "tiers.config": {"directory"},
     "tiers.base": {"tiers.nvme", "tiers.portable"},  # chosen at run time, inside a function
     "space": {"tiers.base"},
     "blocks": {"tiers.base"},
     "versions": {"space", "blocks", "tiers.base"},
     "store": {"versions", "space", "directory", "tiers.base"},
+    "pager": {"residency"},
+    "hooks": {"backward"},
     "optim.clip": {"optim.norms"},
     "optim.adamw": {"optim.norms", "optim.clip", "optim.streamed"},
+    "doctor.child": set(),
+    "doctor.machine": {"doctor.finding"},
+    "doctor.limits": {"doctor.finding", "doctor.machine"},
+    "doctor.native": {"doctor.finding", "doctor.machine"},
+    "doctor.filesystems": {"doctor.finding"},
+    "doctor.direct": {"doctor.finding"},
+    "doctor.paths": {"doctor.finding", "doctor.direct", "doctor.filesystems", "doctor.native"},
+    "doctor.libraries": {"doctor.finding", "doctor.child", "doctor.machine"},
+    "doctor.gpudirect": {"doctor.finding", "doctor.child", "doctor.machine"},
+    "doctor.report": {
+        "doctor.finding",
+        "doctor.child",
+        "doctor.machine",
+        "doctor.limits",
+        "doctor.native",
+        "doctor.paths",
+        "doctor.libraries",
+        "doctor.gpudirect",
+    },
+    "doctor.gpudirect_trial": {"doctor.exercise", "doctor.backends"},
+    "doctor.backends": {"doctor.finding", "doctor.exercise", "doctor.gpudirect_trial", "doctor.training"},
+    "doctor.selftest": {"doctor.child"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
-PURE = {"schedule", "layout", "extents", "errors", "sizes", "metrics"}  # no torch
+PURE = {  # no torch
+    *("schedule", "layout", "extents", "errors", "sizes", "metrics"),
+    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -136,7 +189,7 @@ def test_no_cycles() -> None:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_small_files(path: Path) -> None:
     """One idea a file."""
-    assert len(path.read_text().splitlines()) <= 375
+    assert len(path.read_text().splitlines()) <= 350
 
 
 @pytest.mark.parametrize("name", sorted(PURE))

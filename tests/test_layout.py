@@ -27,7 +27,7 @@ from tierzero.layout import (
     state_pieces,
     unit_layout,
 )
-from tierzero.placement import IO_THREADS, MIN_SLOTS, UnitSize, device_needs
+from tierzero.placement import IO_BYTES, MIN_SLOTS, UnitSize, device_needs
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "int64": 8, "float64": 8, "uint8": 1}
 shapes = st.one_of(
@@ -177,7 +177,7 @@ def needs(error: BudgetError) -> int:
     return int(found.group(1))
 
 
-def used_by(sizes: list[UnitSize], placement: object, nvme: bool, native: bool, cuda: bool) -> int:
+def used_by(sizes: list[UnitSize], placement: object, drives: int, native: bool, cuda: bool) -> int:
     """The host bytes of a placement, added up here from its parts."""
     p = placement
     total = sum(round_up(unit.layout.grad_bytes, PAGE) for unit in sizes)
@@ -185,51 +185,51 @@ def used_by(sizes: list[UnitSize], placement: object, nvme: bool, native: bool, 
     total += sum(round_up(u.layout.state_bytes, PAGE) for u, there in zip(sizes, p.state_host, strict=True) if there)  # type: ignore[attr-defined]
     if native and any(u.layout.state_bytes for u in sizes):
         total += p.slots * SLOT_BYTES * p.chunk  # type: ignore[attr-defined]
-    if native and nvme:
-        total += IO_THREADS * p.block  # type: ignore[attr-defined]
-    return total + p.staging_blocks * p.block + p.work_bytes  # type: ignore[attr-defined]
+    if native:
+        total += IO_BYTES * drives
+    return total + p.staging_blocks * p.staging_block + p.work_bytes  # type: ignore[attr-defined]
 
 
-flags = st.tuples(st.booleans(), st.booleans(), st.booleans())
+flags = st.tuples(st.integers(0, 3), st.booleans(), st.booleans())
 
 
 @given(models(), flags, st.integers(0, 1 << 27))
-def test_host_budgets(sizes: list[UnitSize], kind: tuple[bool, bool, bool], extra: int) -> None:
+def test_host_budgets(sizes: list[UnitSize], kind: tuple[int, bool, bool], extra: int) -> None:
     """No placement exceeds its budget; too small a one names the smallest that works, exactly (F4, F5, R4)."""
-    nvme, native, cuda = kind
+    drives, native, cuda = kind
     roomy = 1 << 60
     with pytest.raises(BudgetError) as caught:
-        placements.place(sizes, host=-1, device=roomy, nvme=nvme, native=native, cuda=cuda)
+        placements.place(sizes, host=-1, device=roomy, drives=drives, native=native, cuda=cuda)
     least = needs(caught.value)
     for host in (least, least + extra):
-        placement = placements.place(sizes, host=host, device=roomy, nvme=nvme, native=native, cuda=cuda)
+        placement = placements.place(sizes, host=host, device=roomy, drives=drives, native=native, cuda=cuda)
         assert placement.host_needed <= host
         assert placement.host_min == least
-        assert used_by(sizes, placement, nvme, native, cuda) <= placement.host_needed
+        assert used_by(sizes, placement, drives, native, cuda) <= placement.host_needed
         assert placement.slots >= MIN_SLOTS
-        if not nvme:
+        if not drives:
             assert all(placement.param_host)
             assert all(placement.state_host)
     with pytest.raises(BudgetError) as again:
-        placements.place(sizes, host=least - 1, device=roomy, nvme=nvme, native=native, cuda=cuda)
+        placements.place(sizes, host=least - 1, device=roomy, drives=drives, native=native, cuda=cuda)
     assert needs(again.value) == least
 
 
 @given(models(), flags)
-def test_device_budgets(sizes: list[UnitSize], kind: tuple[bool, bool, bool]) -> None:
+def test_device_budgets(sizes: list[UnitSize], kind: tuple[int, bool, bool]) -> None:
     """The smallest device budget holds every unit with those around it and its two largest gradients."""
-    nvme, native, cuda = kind
+    drives, native, cuda = kind
     least, reserve = device_needs(sizes)
     for unit in sizes:
         chain = unit.layout.flat_bytes + sum(sizes[index].layout.flat_bytes for index in unit.around)
         grads = sorted(place.spec.nbytes for place in unit.layout.places if place.spec.trainable)
         assert chain + reserve <= least
         assert sum(grads[-2:]) <= reserve
-    placement = placements.place(sizes, host=1 << 60, device=least, nvme=nvme, native=native, cuda=cuda)
+    placement = placements.place(sizes, host=1 << 60, device=least, drives=drives, native=native, cuda=cuda)
     assert placement.grad_reserve == reserve
     if least:
         with pytest.raises(BudgetError) as caught:
-            placements.place(sizes, host=1 << 60, device=least - 1, nvme=nvme, native=native, cuda=cuda)
+            placements.place(sizes, host=1 << 60, device=least - 1, drives=drives, native=native, cuda=cuda)
         assert needs(caught.value) == least
 
 
@@ -239,15 +239,15 @@ def test_more_memory_never_does_worse(sizes: list[UnitSize], native: bool, one: 
     parameters.
     """
     with pytest.raises(BudgetError) as caught:
-        placements.place(sizes, host=-1, device=1 << 60, nvme=True, native=native, cuda=False)
+        placements.place(sizes, host=-1, device=1 << 60, drives=1, native=native, cuda=False)
     least = needs(caught.value)
     for host in sorted((least + one, least + two)):
-        placement = placements.place(sizes, host=host, device=1 << 60, nvme=True, native=native, cuda=False)
+        placement = placements.place(sizes, host=host, device=1 << 60, drives=1, native=native, cuda=False)
         assert all(
             param or not state or not unit.layout.state_bytes
             for unit, param, state in zip(sizes, placement.param_host, placement.state_host, strict=True)
         )
-    everything = placements.place(sizes, host=1 << 50, device=1 << 60, nvme=True, native=native, cuda=False)
+    everything = placements.place(sizes, host=1 << 50, device=1 << 60, drives=1, native=native, cuda=False)
     assert all(everything.param_host)
     assert all(everything.state_host)
 
@@ -258,7 +258,7 @@ def test_chunk_does_not_depend_on_budgets() -> None:
     assert isinstance(layout, UnitLayout)
     sizes = [UnitSize("u", layout)]
     chunks = {
-        placements.place(sizes, host=host, device=1 << 40, nvme=True, native=native, cuda=False).chunk
+        placements.place(sizes, host=host, device=1 << 40, drives=1, native=native, cuda=False).chunk
         for host in (1 << 25, 1 << 40)
         for native in (True, False)
     }

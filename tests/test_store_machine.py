@@ -31,11 +31,15 @@ class StoreMachine(RuleBasedStateMachine):
     """`current` and `snapshots` say what the store must hold; `pending` are extents allocated and not yet published."""
 
     native = False
+    drives = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
         self.directory = tempfile.mkdtemp()
+        self.places = [self.directory]
+        if self.drives > 1:
+            self.places = [str(Path(self.directory, str(index))) for index in range(self.drives)]
         self.engine: Any = None
         if self.native:
             from tierzero.tiers.nvme import NativeEngine
@@ -49,12 +53,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.seed = 0
         self.open(False)
 
-    def opener(self, path: str, engine: Any) -> BlockFile:
-        return FaultyFile(open_block_file(path, engine), self.plan)
+    def opener(self, path: Any, engine: Any, **options: Any) -> BlockFile:
+        return FaultyFile(open_block_file(path, engine, **options), self.plan)
 
     def open(self, resume: str | bool) -> None:
         self.plan.clear()
-        self.store = Store(self.directory, engine=self.engine, resume=resume, opener=self.opener)
+        self.store = Store(self.places, engine=self.engine, resume=resume, opener=self.opener)
 
     def some(self, nbytes: int) -> torch.Tensor:
         self.seed += 1
@@ -121,6 +125,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.runner.run(self.store.snapshot(name, {}))
         self.plan.clear()
 
+    @rule(name=NAMES)
+    def recall(self, name: str) -> None:
+        holders = [one for one in self.store.snapshots.values() if name in one.records]
+        assert self.store.recall(name) == bool(holders)
+        if holders:
+            last = max(holders, key=lambda one: one.epoch)
+            self.current[name] = self.snapshots[last.name][name]
+            assert self.store.recall(name, last.records[name][0])
+
     @rule(which=st.one_of(st.none(), SNAPSHOTS), clean=st.booleans())
     def end_and_reopen(self, which: str | None, clean: bool) -> None:
         if clean:
@@ -134,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.current = {}
             return
         with pytest.raises(StoreError, match=repr(self.latest)):
-            Store(self.directory)
+            Store(self.places, engine=self.engine)
         name = which if which in self.snapshots else self.latest
         self.open(name if which else True)
         assert (self.store.stale is None) == clean
@@ -177,8 +190,10 @@ class StoreMachine(RuleBasedStateMachine):
         if self.engine is not None:
             self.engine.close()
         self.runner.close()
-        left = {entry.name for entry in Path(self.directory).iterdir()}
-        assert left == ({"data.bin", "manifest.json"} if self.snapshots else set()) or left == {"manifest.json"}
+        for place in self.places:
+            left = {entry.name for entry in Path(place).iterdir()} - {"member.json"}
+            named = {"manifest.json"} if place == self.places[0] else set()
+            assert left == ({"data.bin", *named} if self.snapshots else set()) or left == named
         shutil.rmtree(self.directory)
 
 
@@ -186,8 +201,33 @@ class NativeStoreMachine(StoreMachine):
     native = True
 
 
+class StripedStoreMachine(NativeStoreMachine):
+    """Over three directories, listed in another order each time; the stripes are small, so that records lie on all."""
+
+    drives = 3
+    patch: pytest.MonkeyPatch
+
+    def __init__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("tierzero.members.STRIPE", 4096)
+        self.patch.setattr("tierzero.store._weights", lambda directories: [3, 1, 2])
+        super().__init__()
+
+    def open(self, resume: str | bool) -> None:
+        places = self.places
+        self.places = places[1:] + places[:1]
+        super().open(resume)
+        self.places = self.store.directories
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.patch.undo()
+
+
 TestPortable = StoreMachine.TestCase
 TestPortable.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 if NATIVE is not None:
     TestNative = NativeStoreMachine.TestCase
     TestNative.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+    TestStriped = StripedStoreMachine.TestCase
+    TestStriped.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -78,7 +78,7 @@ class Slab:
         """Bytes that lie in huge pages now, from /proc/self/smaps."""
 
 def probe_uring() -> str:
-    """ "" where a write and a read really went through an io_uring in this process, else why not. Tried once."""
+    """ "" where a write and a read really went through an io_uring in this process, else why not."""
 
 class File:
     """A regular file or block device open for reading and writing, or several of them as one striped file.
@@ -158,8 +158,8 @@ class Engine:
         self,
         *,
         kind: str = "auto",
-        block: int = 4194304,
-        depth: int = 8,
+        block: int = 8388608,
+        depth: int = 16,
         threads: int = 0,
         deadline: float = 60.0,
     ) -> None: ...
@@ -178,8 +178,8 @@ class Engine:
         """
 
     def register(self, buffer: _Array) -> bool:
-        """Makes uint8[n] known to the kernel, for cheaper requests in it; False where that cannot be. The buffer must
-        live until `unregister` or the engine's end.
+        """Makes uint8[n] known to the kernel, for cheaper requests in it; False where that cannot be. The engine keeps
+        the buffer alive until `unregister` or its own end.
         """
 
     def unregister(self, buffer: _Array) -> None: ...

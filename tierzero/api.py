@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,12 +11,15 @@ import torch
 from torch import nn
 
 from tierzero.checkpoint import snapshot
+from tierzero.endurance import days_left, per_day
 from tierzero.engine import ENGINES, Engine
 from tierzero.errors import TierzeroError
 from tierzero.optim.clip import place_of
 from tierzero.partition import Units
+from tierzero.pins import Hold
+from tierzero.states import State
 from tierzero.tiers.config import Tiers
-from tierzero.unit import State, Unit
+from tierzero.unit import Unit
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -94,10 +98,11 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
     engine = _open_engine(module)
     units = _units_of(module, recurse)
     held: list[Unit] = []
+    hold = Hold()
     done = False
     try:
         for unit in units:
-            _acquire(engine, unit, held)
+            _acquire(engine, unit, hold, held)
         yield
         if write:
             for unit in units:
@@ -105,19 +110,17 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
         done = True
     finally:
         for unit in reversed(held):
-            _let_go(engine, unit, changed=write and not done)
+            _let_go(engine, unit, hold, changed=write and not done)
 
 
-def _acquire(engine: Engine, unit: Unit, held: list[Unit]) -> None:
-    engine.pager.acquire(unit, train=False, record=False)
+def _acquire(engine: Engine, unit: Unit, hold: Hold, held: list[Unit]) -> None:
     held.append(unit)
-    unit.holds += 1
+    engine.pager.acquire(unit, hold, train=False, record=False)
     unit.register_live()
 
 
-def _let_go(engine: Engine, unit: Unit, *, changed: bool) -> None:
-    unit.holds -= 1
-    engine.pager.release(unit, register_rest=True)
+def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
+    engine.pager.release(unit, hold, register_rest=True)
     if changed:
         engine.pager.mark_stale(unit)
 
@@ -154,6 +157,7 @@ def initialize(model: nn.Module) -> None:
                 "reset_parameters() to give them values"
             )
     held: list[Unit] = []
+    hold = Hold()
     done = False
     try:
         for module in model.modules():
@@ -163,9 +167,9 @@ def initialize(model: nn.Module) -> None:
             if any(unit not in held for unit in units):
                 while held:
                     _write_back(engine, held[-1], all_of_it=True)
-                    _let_go(engine, held.pop(), changed=False)
+                    _let_go(engine, held.pop(), hold, changed=False)
                 for unit in units:
-                    _acquire(engine, unit, held)
+                    _acquire(engine, unit, hold, held)
             with torch.no_grad():
                 module.reset_parameters()  # type: ignore[operator]
         for unit in held:
@@ -173,7 +177,7 @@ def initialize(model: nn.Module) -> None:
         done = True
     finally:
         for unit in reversed(held):
-            _let_go(engine, unit, changed=not done)
+            _let_go(engine, unit, hold, changed=not done)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -194,15 +198,28 @@ def synchronize(model: nn.Module) -> None:
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """Counters since `offload`: bytes per link and tier, stalls by cause in seconds, hits and misses, steps."""
+    """Counters since `offload`: bytes per link and tier, stalls by cause in seconds, hits and misses, steps.
+
+    nvme_written_per_day: bytes per day at the rate since `offload`.
+    drive_days_left: days until drives that were new then reach Tiers(nvme_tbw=...) at that rate; None without it.
+    host_slab_bytes, host_touched_bytes, host_huge_bytes: the host tier's memory, what of it is in use, and what of that
+    lies in huge pages; at most ten seconds old.
+    """
     engine = engine_of(model)
     read, written = engine.moved()
     trace = engine.pager.trace
+    seconds = time.monotonic() - engine.started
+    touched, huge = engine.arena.pages(settled=engine.metrics.steps > 1)
     return {
         **engine.metrics.snapshot(),
+        "host_slab_bytes": engine.arena.budget,
+        "host_touched_bytes": touched,
+        "host_huge_bytes": huge,
         "host_peak": engine.arena.peak,
         "nvme_read": read,
         "nvme_written": written,
+        "nvme_written_per_day": per_day(written, seconds),
+        "drive_days_left": days_left(engine.tiers.rated_bytes(), written, seconds),
         "departures": trace.departures,
         "units": len(engine.units),
         "resident_units": sum(unit.residency is State.READY for unit in engine.units),

@@ -1,12 +1,17 @@
-"""The directory of a store: making it, judging what lies in it, and deleting only what a store wrote."""
+"""The directories of a store: making them, judging what lies in them, and deleting only what a store wrote."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from tierzero import manifest as manifests
+from tierzero import members
 from tierzero.errors import StoreCorruptError, StoreError
 from tierzero.manifest import Manifest
+from tierzero.stripes import shortest
+
+_ADVICE = "Nothing was deleted: put the file back, or give the snapshots up with overwrite=True"
 
 
 def prepare_directory(directory: str | os.PathLike[str]) -> str:
@@ -37,56 +42,97 @@ def prepare_directory(directory: str | os.PathLike[str]) -> str:
     return path
 
 
-def read_manifest(directory: str, overwrite: bool) -> Manifest | None:
-    """The manifest, or None where there is none or it is to be overwritten.
-
-    StoreCorruptError if it is damaged and not to be overwritten, or foreign.
-    """
-    if not overwrite:
-        return manifests.load(directory)
-    try:
-        manifests.load(directory)
-    except StoreCorruptError:
-        if manifests.is_foreign(directory):
-            raise
-    return None
-
-
-def check_data_file(path: str, manifest: Manifest) -> None:
-    """StoreCorruptError unless the data file is there and long enough for all records of all snapshots."""
-    advice = "Nothing was deleted: put the file back, or give the snapshots up with overwrite=True"
-    try:
-        size = os.stat(path).st_size
-    except FileNotFoundError:
-        raise StoreCorruptError(
-            f"the data file {path} of snapshot {', '.join(map(repr, sorted(manifest.snapshots)))} is missing. {advice}"
-        ) from None
-    for snapshot in manifest.snapshots.values():
-        for name, (extent, _) in snapshot.records.items():
-            if extent.offset + extent.nbytes > size:
-                raise StoreCorruptError(
-                    f"the data file {path} ends at {size}, before the record {name!r} of snapshot {snapshot.name!r} "
-                    f"({extent.nbytes} bytes at offset {extent.offset}): it was truncated. {advice}"
+def check_apart(directories: Sequence[str | os.PathLike[str]]) -> None:
+    """StoreError if there are none, two of the directories are the same, or one lies inside another."""
+    if not directories:
+        raise StoreError("the store was given no directory: give one on each drive")
+    real = [os.path.realpath(os.path.expanduser(os.fspath(directory))) for directory in directories]
+    for index, one in enumerate(real):
+        for other in real[:index]:
+            if one == other:
+                raise StoreError(
+                    f"the NVMe directory {one} is given twice: give one directory on each drive, each of them once"
+                )
+            inner, outer = sorted((one, other), key=len, reverse=True)
+            if os.path.commonpath((inner, outer)) == outer:
+                raise StoreError(
+                    f"the NVMe directory {inner} lies inside {outer}: give one directory on each drive, side by side"
                 )
 
 
-def reclaim_directory(directory: str, path: str, *, stale: bool, overwrite: bool) -> None:
-    """Delete what no snapshot needs: with `overwrite` the manifest too.
+def survey(directories: Sequence[str], overwrite: bool) -> tuple[list[str], Manifest | None]:
+    """(the directories by member, the manifest) of the store there; as listed and None if it is to be overwritten.
 
-    StoreError if the data file was written by no store.
+    StoreError and StoreCorruptError as members' `arrange` says; with `overwrite` only for files that no store wrote.
     """
-    known = stale or os.path.exists(os.path.join(directory, manifests.NAME))
-    if os.path.lexists(path) and not known:
-        raise StoreError(
-            f"{path} exists, but no store wrote it: give the store a directory of its own, or move the file away"
-        )
+    if not overwrite:
+        return members.arrange(directories)
+    for directory in directories:
+        try:
+            manifests.load(directory)
+        except StoreCorruptError:
+            if manifests.is_foreign(directory):
+                raise
+        if members.is_foreign(directory):
+            raise StoreCorruptError(
+                f"{os.path.join(directory, members.NAME)} is not tierzero's. Nothing was deleted: give the store a "
+                "directory of its own"
+            )
+    return list(directories), None
+
+
+def check_data_files(paths: Sequence[str], manifest: Manifest) -> None:
+    """StoreCorruptError unless the data file's members are there; opening would make them anew."""
+    for path in paths:
+        if not os.path.exists(path):
+            raise StoreCorruptError(
+                f"the data file {path} of snapshot {', '.join(map(repr, sorted(manifest.snapshots)))} is missing. "
+                f"{_ADVICE}"
+            )
+
+
+def check_length(paths: Sequence[str], size: int, manifest: Manifest) -> None:
+    """StoreCorruptError unless the data file of `size` bytes is long enough for all records of all snapshots."""
+    for snapshot in manifest.snapshots.values():
+        for name, (extent, _) in snapshot.records.items():
+            if extent.offset + extent.nbytes > size:
+                weights = (1,) if manifest.layout is None else manifest.layout.weights
+                path = paths[shortest([os.stat(path).st_size for path in paths], weights)]
+                raise StoreCorruptError(
+                    f"the data file {path} ends at {size}{' of all members' if len(paths) > 1 else ''}, before the "
+                    f"record {name!r} of snapshot {snapshot.name!r} ({extent.nbytes} bytes at offset {extent.offset}): "
+                    f"it was truncated. {_ADVICE}"
+                )
+
+
+def reclaim_directories(directories: Sequence[str], file: str, *, stale: bool, overwrite: bool) -> None:
+    """Delete what no snapshot needs, in all directories: with `overwrite` the manifests too.
+
+    StoreError if a data file was written by no store; then nothing is deleted.
+    """
+    for directory in directories:
+        known = stale or any(os.path.exists(os.path.join(directory, name)) for name in (manifests.NAME, members.NAME))
+        path = os.path.join(directory, file)
+        if os.path.lexists(path) and not known:
+            raise StoreError(
+                f"{path} exists, but no store wrote it: give the store a directory of its own, or move the file away"
+            )
     if overwrite:
-        manifests.remove(directory)  # before the data: a manifest never names bytes that are gone
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise StoreError(
-            f"the leftover {path} cannot be deleted: {error.strerror}. Move it away or give another directory"
-        ) from error
+        for directory in directories:
+            manifests.remove(directory)  # before the data: a manifest never names bytes that are gone
+    remove_data(directories, file)
+
+
+def remove_data(directories: Sequence[str], file: str) -> None:
+    """Delete the data file's members and what says that they are some; see members' Note [members] for the order."""
+    for directory in reversed(directories):
+        path = os.path.join(directory, file)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StoreError(
+                f"the leftover {path} cannot be deleted: {error.strerror}. Move it away or give another directory"
+            ) from error
+        members.remove(directory)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +30,7 @@ from tierzero.store import Store
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import Block, HostArena
 from tierzero.transfer import make_transfer
+from tierzero.tuning import engine_options, measured, numa_node
 from tierzero.unit import Unit, spec_of
 from tierzero.updates import UpdateQueue
 
@@ -59,43 +62,46 @@ class Engine:
         self.metrics = Metrics()
         self.closed = False
         sizes = unit_sizes(parts)
-        directory = tiers.directory()
+        directories = tiers.directories()
         self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()
         self.placement: Placement = place(
             sizes,
             host=self.metrics.host_budget,
             device=self.metrics.device_budget,
-            nvme=directory is not None,
+            drives=len(directories),
             native=NATIVE is not None,
             cuda=self.device.type == "cuda",
         )
         self._undo: list[Any] = []
         try:
-            self._build(model, parts, directory, resume, overwrite)
+            self._build(model, parts, directories, resume, overwrite)
         except BaseException:
             _take_apart(self._undo, os.getpid())
             raise
+        self.started = time.monotonic()
         ENGINES.add(self)
         self._finalizer = weakref.finalize(self, _take_apart, self._undo, os.getpid())
 
     # -- building
     # --------------------------------------------------------------------------------------------------------
 
-    def _build(self, model: nn.Module, parts: list[Part], directory: Any, resume: str | bool, overwrite: bool) -> None:
+    def _build(
+        self, model: nn.Module, parts: list[Part], directories: list[Path], resume: str | bool, overwrite: bool
+    ) -> None:
         placement = self.placement
         self.loop = LoopThread()
         self._undo.append(self.loop.close)
-        self.arena = HostArena(placement.host_needed)
+        self.arena = HostArena(placement.host_needed, node=numa_node(directories))
         self._undo.append(self.arena.close)
         self.io: Any = None
         if NATIVE is not None:
             from tierzero.tiers.nvme import NativeEngine
 
-            self.io = NativeEngine(block=placement.block)
+            self.io = NativeEngine(**engine_options(measured(directories)))
             self._undo.append(self.io.close)
         self.store: Store | None = None
-        if directory is not None:
-            self.store = Store(directory, engine=self.io, resume=resume, overwrite=overwrite)
+        if directories:
+            self.store = Store(directories, engine=self.io, resume=resume, overwrite=overwrite)
             self._undo.append(self.store.close)
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
@@ -103,7 +109,9 @@ class Engine:
         self.streamed = self._streamed()
         self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
         self.updates = UpdateQueue(self.metrics, self.streamed.width)
-        staging = [self.arena.allocate(placement.block, "staging for fetches") for _ in range(placement.staging_blocks)]
+        staging = [
+            self.arena.allocate(placement.staging_block, "staging for fetches") for _ in range(placement.staging_blocks)
+        ]
         if self.device.type == "cpu":
             flats = [unit.layout.flat_bytes for unit in self.units]
             map_from(min((nbytes for nbytes in flats if nbytes >= SMALLEST), default=SMALLEST))
@@ -148,6 +156,8 @@ class Engine:
         work: Block | None = None
         if NATIVE is not None and placement.update_bytes:
             buffers = self.arena.allocate(placement.update_bytes, "chunk buffers of the optimizer step")
+            if self.store is not None:
+                self.io.register(buffers.tensor)  # all that the step transfers goes through them
             stepper = NATIVE.Stepper(self.io.native, buffers.tensor, placement.chunk)
             self._undo.append(stepper.close)
         elif placement.work_bytes:
@@ -169,9 +179,9 @@ class Engine:
         assert self.store is not None
         live = sum(extent.capacity for extent in self.store.space.live())
         current = sum(extent.capacity for extent in self.store.current.values())
-        flushed = self.homes.host_bytes(self.units)
+        flushed, changed = self.homes.host_bytes(self.units), self.homes.host_bytes(self.units, changed=True)
         largest = max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in self.units), default=0)
-        self.store.reserve(max(live + flushed, 2 * current + flushed + self.streamed.width * largest))
+        self.store.reserve(max(live + changed, 2 * current + flushed + self.streamed.width * largest))
 
     def disk_records(self) -> list[tuple[str, int]]:
         """(name, bytes) of every record that lies in the store when all state records exist."""

@@ -31,7 +31,7 @@ class HostGrad(torch.Tensor):
 
     def part(self) -> None:
         """Move to memory of its own, because the buffer is about to hold another gradient."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
             copy = self.as_subclass(torch.Tensor).clone()
             self.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
         self.use = _no_more

@@ -1,13 +1,22 @@
-"""The first bytes of a unit's records: from parameters, from a snapshot, or fresh optimizer state; and the way back."""
+"""The first bytes of a unit's records: from parameters, from a snapshot, or fresh optimizer state; and the way back.
+
+Note [unchanged data]
+A commit puts the records that lie in host memory into the store. Each counts its changes; where the count is the one
+of the last snapshot, the snapshot's extent is taken once more and nothing is written.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from tierzero.checksum import Sums, checksum, combine
 from tierzero.errors import StoreError
+from tierzero.extents import Extent
 from tierzero.layout import STATE_BYTES
+from tierzero.manifest import Snapshot
 from tierzero.metrics import Metrics
 from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.store import Store
@@ -23,6 +32,7 @@ class Homes:
         self.arena = arena
         self.metrics = metrics
         self.chunk = chunk
+        self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 
     async def write_first(self, unit: Unit, params: list[nn.Parameter]) -> None:
         """Give the unit's records their first bytes, from real parameters; those of a meta model stay blank."""
@@ -39,7 +49,9 @@ class Homes:
                     continue
                 data = torch.zeros(nbytes, dtype=torch.uint8)
             else:
-                data = record.data  # type: ignore[union-attr]
+                assert isinstance(record, HostRecord)
+                record.version += 1
+                data = record.data
                 data.zero_()
             for index, place in members:
                 if not params[index].is_meta and place.spec.nbytes:
@@ -112,6 +124,7 @@ class Homes:
                 block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
                 record = HostRecord(block.tensor[: layout.state_bytes])
                 await on_disk.read(0, record.data)
+                self._note(name, record)
                 unit.state = StateRecord(record, layout.elements, self.chunk)
         for region in layout.regions:
             stored = f"{unit.name}/{region}"
@@ -120,6 +133,7 @@ class Homes:
                 record_on_disk = DiskRecord(store, stored, layout.region_bytes(region), self.metrics)
                 if isinstance(host, HostRecord):
                     await record_on_disk.read(0, host.data)
+                    self._note(stored, host)
                     store.remove(stored)
                 else:
                     unit.records[region] = record_on_disk
@@ -135,33 +149,44 @@ class Homes:
         if unit.state is not None and not unit.state.on_disk:
             store.remove(name)
 
-    def host_bytes(self, units: list[Unit]) -> int:
-        """What `flush_host` writes."""
-        return sum(raw.numel() for unit in units for raw in _in_host(unit).values())
+    def _note(self, name: str, record: HostRecord) -> None:
+        """The host record now equals the record `name` of the snapshot that was opened."""
+        assert self.store is not None
+        self._saved[name] = (record.version, self.store.current[name])
 
-    async def flush_host(self, units: list[Unit]) -> list[str]:
-        """Write the records that lie in host memory into the store, so that a snapshot holds everything; their names
-        there.
+    def host_bytes(self, units: list[Unit], *, changed: bool = False) -> int:
+        """Bytes of the records that lie in host memory; with `changed`, of those that `flush_host` would write."""
+        return sum(record.nbytes for name, record in _in_host(units) if not (changed and self._unchanged(name, record)))
+
+    def _unchanged(self, name: str, record: HostRecord) -> bool:
+        return name in self._saved and self._saved[name][0] == record.version
+
+    async def flush_host(self, units: list[Unit], flushed: dict[str, int]) -> None:
+        """Make the records that lie in host memory current in the store too, so that a snapshot holds everything.
+
+        Their names there and versions are added to `flushed`, one by one. See Note [unchanged data].
         """
         store = self.store
         assert store is not None
-        names = []
-        for unit in units:
-            for kind, raw in _in_host(unit).items():
-                self.metrics.add("nvme_written_expected", raw.numel())
-                await store.put(f"{unit.name}/{kind}", raw)
-                names.append(f"{unit.name}/{kind}")
-        return names
+        for name, record in _in_host(units):
+            version = record.version
+            if not self._unchanged(name, record) or not store.recall(name, self._saved[name][1]):
+                self.metrics.add("nvme_written_expected", record.nbytes)
+                await store.put(name, record.data)
+            flushed[name] = version
+
+    def saved(self, flushed: dict[str, int], snapshot: Snapshot) -> None:
+        """`snapshot`, committed, holds what `flush_host` had flushed."""
+        self._saved = {name: (version, snapshot.records[name][0]) for name, version in flushed.items()}
 
 
-def _in_host(unit: Unit) -> dict[str, torch.Tensor]:
-    """The unit's records that lie in host memory, by kind. A float32 parameter with optimizer state is its master
-    there.
+def _in_host(units: list[Unit]) -> Iterator[tuple[str, HostRecord]]:
+    """The records of `units` that lie in host memory, by their names in the store. A float32 parameter with optimizer
+    state is its master there.
     """
-    data: dict[str, torch.Tensor] = {}
-    for region, record in unit.records.items():
-        if isinstance(record, HostRecord) and not (region == "fp32" and unit.state is not None):
-            data[region] = record.data
-    if unit.state is not None and isinstance(unit.state.record, HostRecord):
-        data["state"] = unit.state.record.data
-    return data
+    for unit in units:
+        for region, record in unit.records.items():
+            if isinstance(record, HostRecord) and not (region == "fp32" and unit.state is not None):
+                yield f"{unit.name}/{region}", record
+        if unit.state is not None and isinstance(unit.state.record, HostRecord):
+            yield f"{unit.name}/state", unit.state.record

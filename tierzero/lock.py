@@ -18,6 +18,7 @@ import stat
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from tierzero.errors import StoreBusyError, StoreError
@@ -163,6 +164,39 @@ class DirectoryLock:
             self.release(remove=False)
         else:
             self.release()
+
+
+class DirectoryLocks:
+    """The locks of several directories as one: all of them are held, or none. See DirectoryLock."""
+
+    def __init__(self, directories: Sequence[str]) -> None:
+        self._locks: list[DirectoryLock] = []
+        try:
+            for directory in directories:
+                self._locks.append(DirectoryLock(directory))
+        except BaseException:
+            self.give_back()
+            raise
+
+    @property
+    def stale(self) -> Holder | None:
+        """Who held one of them when it crashed, or None."""
+        return next((lock.stale for lock in self._locks if lock.stale is not None), None)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process still holds them."""
+        return all(lock.held for lock in self._locks)
+
+    def release(self, *, remove: bool = True) -> None:
+        """As DirectoryLock's, last first."""
+        for lock in reversed(self._locks):
+            lock.release(remove=remove)
+
+    def give_back(self) -> None:
+        """As DirectoryLock's, last first."""
+        for lock in reversed(self._locks):
+            lock.give_back()
 
 
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()

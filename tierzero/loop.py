@@ -1,27 +1,75 @@
-"""The engine's asyncio loop on a thread of its own, and the two ways other threads reach it."""
+"""The engine's asyncio loop on a thread of its own, and how other threads reach it.
+
+Note [signals]
+A signal handler written in Python (Ctrl-C, an alarm) may raise out of the main thread between any two of its bytecodes,
+but out of no other thread. Masking signals does not help: whichever thread takes one, its handler runs in the main
+thread. So three rules hold in the engine:
+- What takes more than one operation to change is changed on the loop thread. The main thread asks and waits; whether an
+  exception ends the wait or not, the change is made whole or not at all.
+- What the main thread changes itself takes one operation that cannot be torn (a dict's item, a slot) and is done in the
+  safe order: bytes are there before anybody can reach them, and stay until nobody can. What an exception leaves is
+  tidied up by `reset` or the next forward, which may be interrupted too.
+- Each wait has a lock of its own, which is left behind when an exception ends the wait. (A Condition, and with it a
+  concurrent Future, can be left locked for ever.) What was waited for goes on, and the same thread's next request is
+  served after it, so nothing starts on half-finished work.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tierzero.errors import TierzeroError
 
 T = TypeVar("T")
 
 
+class Answer(Generic[T]):
+    """What one thread waits for and the loop gives it, once."""
+
+    __slots__ = ("_error", "_gate", "_value")
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def give(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Let the waiting thread go on, with a result or an exception."""
+        self._value, self._error = value, error
+        self._gate.release()
+
+    def wait(self) -> None:
+        """Return when it was given; a signal handler's exception comes through."""
+        self._gate.acquire()
+
+    def result(self) -> T:
+        """What was given, once; raises it if it is an exception."""
+        if self._error is None:
+            value: T = self._value
+            return value
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame
+
+
 class LoopThread:
-    """Runs one asyncio event loop in a daemon thread; `run` waits for a coroutine, `submit` does not."""
+    """Runs one asyncio event loop in a daemon thread. `run` and `do` wait, `call` does not. See Note [signals]."""
 
     def __init__(self, name: str = "tierzero") -> None:
         self.loop = asyncio.new_event_loop()
+        self._latest: dict[int, asyncio.Task[None]] = {}  # thread -> its request that is not finished
+        self._asking: set[int] = set()  # threads that have asked and not yet got their answers
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self._pid = os.getpid()
+        self._open = True  # Thread.is_alive() would do, but cut short it takes the thread for dead
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -32,31 +80,94 @@ class LoopThread:
         """Whether the caller is the loop thread itself."""
         return threading.current_thread() is self._thread
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `coroutine` on the loop; its future. TierzeroError in a forked child, which has no loop thread."""
-        if os.getpid() != self._pid:
-            coroutine.close()
-            raise TierzeroError(
-                "an offloaded model cannot be used in a forked child: its engine runs in the parent. Read what the "
-                "child needs before forking, or start the child with the spawn method"
-            )
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+    @property
+    def _is_here(self) -> bool:
+        """Whether there is a loop to ask: not after close(), not in a forked child."""
+        return self._open and os.getpid() == self._pid
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a request of this thread may go on that an exception kept it from waiting for."""
+        return threading.get_ident() in self._asking
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run `coroutine` on the loop and return its result. Never from the loop thread itself."""
+        """Run `coroutine` on the loop and return its result. Never from the loop thread itself. TierzeroError in a
+        forked child, which has no loop thread.
+        """
         if self.inside:
             coroutine.close()
             raise RuntimeError("the loop thread cannot wait for itself; await the coroutine instead")
-        return self.submit(coroutine).result()
+        answer: Answer[T] = Answer()
+        thread = threading.get_ident()
+        if not self._is_here:
+            coroutine.close()
+        self._ask(thread, lambda: self._start(thread, coroutine, answer), answer)
+        return answer.result()
+
+    def do(self, function: Callable[[], T]) -> T:
+        """Call `function` on the loop and return its result."""
+        answer: Answer[T] = Answer()
+        thread = threading.get_ident()
+
+        def serve() -> None:
+            if thread in self._latest:
+                self._start(thread, _calling(function), answer)
+                return
+            try:
+                value = function()
+            except BaseException as error:
+                answer.give(error=error)
+            else:
+                answer.give(value)
+
+        self._ask(thread, serve, answer)
+        return answer.result()
+
+    def _ask(self, thread: int, serve: Callable[[], None], answer: Answer[Any]) -> None:
+        self._asking.add(thread)
+        self.call(serve)
+        answer.wait()
+        self._asking.discard(thread)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the loop call `function` soon."""
+        """Have the loop call `function` soon. TierzeroError in a forked child and after close()."""
+        if not self._is_here:
+            raise TierzeroError(
+                "an offloaded model cannot be used in a forked child: its engine runs in the parent. Read what the "
+                "child needs before forking, or start the child with the spawn method"
+                if os.getpid() != self._pid
+                else "the engine of this model was closed"
+            )
         self.loop.call_soon_threadsafe(function)
+
+    def _start(self, thread: int, coroutine: Coroutine[Any, Any, T], answer: Answer[T]) -> None:
+        before = self._latest.get(thread)
+        self._latest[thread] = self.loop.create_task(self._serve(thread, before, coroutine, answer))
+
+    async def _serve(
+        self, thread: int, before: asyncio.Task[None] | None, coroutine: Coroutine[Any, Any, T], answer: Answer[T]
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        value, failure = None, None
+        try:
+            value = await coroutine
+        except BaseException as error:
+            failure = error
+        if self._latest.get(thread) is asyncio.current_task():
+            del self._latest[thread]
+        answer.give(value, failure)
+        del failure  # it refers to this frame
 
     def close(self) -> None:
         """Stop the loop after what is already due, and join the thread."""
-        if os.getpid() != self._pid or not self._thread.is_alive() or self.inside:
+        if not self._is_here or self.inside:
             return
+        self._open = False
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+async def _calling(function: Callable[[], T]) -> T:
+    return function()

@@ -12,15 +12,16 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tierzero.checksum import KIND, Sums, from_hex, to_hex
 from tierzero.errors import StoreCorruptError
 from tierzero.extents import Extent
 from tierzero.layout import PAGE
+from tierzero.stripes import Layout
 
-FORMAT = 1
+FORMAT = 2  # 1 is a data file in one directory, and is still written for it
 NAME = "manifest.json"
 TEMPORARY = "manifest.json.new"
 
@@ -40,10 +41,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the file says: the data file's name and the snapshots by name."""
+    """What the file says: the data file's name, the snapshots by name, and how the file is striped, if it is."""
 
     data: str
     snapshots: dict[str, Snapshot]
+    layout: Layout | None = None
 
     @property
     def epoch(self) -> int:
@@ -73,9 +75,12 @@ def to_text(manifest: Manifest) -> str:
         for name, snapshot in manifest.snapshots.items()
     }
     payload = {"epoch": manifest.epoch, "data": manifest.data, "checksum": KIND, "snapshots": snapshots}
+    if manifest.layout is not None:
+        payload["layout"] = asdict(manifest.layout)
     # once through JSON, so that keys are strings before they are sorted: the reader can only sort strings
     text = _canonical(json.loads(json.dumps(payload)))
-    return f'{{"format":{FORMAT},"sha256":"{hashlib.sha256(text.encode()).hexdigest()}","payload":{text}}}\n'
+    version = 1 if manifest.layout is None else FORMAT
+    return f'{{"format":{version},"sha256":"{hashlib.sha256(text.encode()).hexdigest()}","payload":{text}}}\n'
 
 
 def from_text(text: bytes, path: str) -> Manifest:
@@ -106,11 +111,26 @@ def from_text(text: bytes, path: str) -> Manifest:
         data = payload["data"]
         if os.path.basename(data) != data or not data:
             raise ValueError(f"data file name {data!r}")
-        return Manifest(data, snapshots)
+        return Manifest(data, snapshots, layout_of(payload["layout"]) if "layout" in payload else None)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreCorruptError(
             f"the manifest {path} lacks something or holds something odd ({error!r}). {keep}"
         ) from None
+
+
+def layout_of(value: dict[str, Any]) -> Layout:
+    """The layout that a JSON object names. KeyError, TypeError or ValueError if it cannot be one."""
+    layout = Layout(value["store"], tuple(value["files"]), tuple(value["weights"]), value["stripe"])
+    names = [layout.store, *layout.files]
+    if not all(isinstance(name, str) and name and os.path.basename(name) == name for name in names):
+        raise ValueError(f"names {names!r}")
+    if len(layout.files) < 2 or len(layout.weights) != len(layout.files):
+        raise ValueError(f"{len(layout.files)} files with {len(layout.weights)} weights")
+    if not all(isinstance(weight, int) and weight > 0 for weight in layout.weights):
+        raise ValueError(f"weights {layout.weights!r}")
+    if not isinstance(layout.stripe, int) or layout.stripe <= 0 or layout.stripe % PAGE:
+        raise ValueError(f"stripes of {layout.stripe!r} bytes")
+    return layout
 
 
 def _snapshot(name: str, entry: dict[str, Any]) -> Snapshot:

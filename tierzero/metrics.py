@@ -46,6 +46,11 @@ class Metrics:
             self.device_used += delta
             self.device_peak = max(self.device_peak, self.device_used)
 
+    def device_passing(self, nbytes: int) -> None:
+        """Bytes in the device tier that are gone again when this is called; they count for the high-water mark."""
+        with self._lock:
+            self.device_peak = max(self.device_peak, self.device_used + nbytes)
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside to the counter `name`."""

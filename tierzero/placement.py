@@ -3,9 +3,9 @@ work.
 
 Note [host budget]
 Everything the engine keeps in host memory comes out of one budget: gradients of all trainable parameters, the chunk
-buffers of the streamed step, bounce or staging blocks for I/O, and records cached there. Without NVMe all records must
-fit. With it, what is left after gradients and buffers caches parameter records first (they are read twice a step), then
-state records of units whose parameters are there.
+buffers of the streamed step, bounce memory for I/O, staging blocks for a GPU, and records cached there. Without NVMe
+all records must fit. With it, what is left after gradients and buffers caches parameter records first (they are read
+twice a step), then state records of units whose parameters are there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tierzero.errors import BudgetError
 from tierzero.layout import PAGE, SLOT_BYTES, UnitLayout, chunk_elements, round_up
 from tierzero.sizes import format_size
 
-IO_THREADS = 4
+IO_BYTES = 4 << 20  # bounce memory of the native engine per drive, whatever its block and depth
 MIN_SLOTS = 3
-# (chunk buffers, bytes of an I/O block), the most generous that fits is taken
+# (chunk buffers, bytes of a staging block), the most generous that fits is taken
 BUFFERS = ((8, 4 << 20), (6, 2 << 20), (4, 1 << 20), (3, 256 << 10), (3, 64 << 10))
 
 
@@ -40,7 +40,7 @@ class Placement:
 
     chunk: int
     slots: int
-    block: int
+    staging_block: int
     staging_blocks: int
     work_bytes: int
     param_host: tuple[bool, ...]
@@ -56,8 +56,8 @@ class Placement:
         return self.slots * SLOT_BYTES * self.chunk
 
 
-def place(units: Sequence[UnitSize], *, host: int, device: int, nvme: bool, native: bool, cuda: bool) -> Placement:
-    """Choose the placement for budgets in bytes.
+def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, native: bool, cuda: bool) -> Placement:
+    """Choose the placement for budgets in bytes; `drives` is the number of directories on NVMe, 0 without.
 
     Raises BudgetError naming the smallest budget that works.
     """
@@ -66,16 +66,14 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, nvme: bool, nati
     grads = sum(round_up(layout.grad_bytes, PAGE) for layout in layouts)
     flats = [round_up(layout.flat_bytes, PAGE) for layout in layouts]
     states = [round_up(layout.state_bytes, PAGE) for layout in layouts]
-    trains = any(states)
+    trains, nvme = any(states), drives > 0
 
     def buffers(slots: int, block: int) -> tuple[int, int, int, int]:
-        """(chunk buffers, staging blocks of their own, Python work area, all of it with the I/O threads' bounce
-        blocks).
-        """
+        """(chunk buffers, staging blocks of their own, Python work area, all of it with the bounce memory for I/O)."""
         update = slots * SLOT_BYTES * chunk if native and trains else 0
         work = 0 if native or not nvme else max((s + f for s, f in zip(states, flats, strict=True)), default=0)
         staging = 4 if cuda and nvme else 0
-        bounce = IO_THREADS * block if native and nvme else 0
+        bounce = IO_BYTES * drives if native else 0
         return update, staging, work, update + staging * block + work + bounce
 
     largest = max([*flats, *states, 1])
@@ -120,7 +118,7 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, nvme: bool, nati
     return Placement(
         chunk=chunk,
         slots=slots,
-        block=block,
+        staging_block=block if staging else 0,
         staging_blocks=staging,
         work_bytes=work,
         param_host=tuple(param_host),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
+from tierzero.endurance import steps_left
 from tierzero.engine import unit_sizes
 from tierzero.native import NATIVE
 from tierzero.partition import Units, partition
 from tierzero.placement import UnitSize, place
 from tierzero.schedule import Trace, choose_victims
 from tierzero.sizes import format_size
+from tierzero.space import room_for
 from tierzero.tiers.config import Tiers
+from tierzero.tuning import measured, weights_of
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,12 @@ class Plan:
     step_d2h: int
     disk_free: int | None
     native: bool
+    steps_to_tbw: int | None  # how many such steps new drives stand; None without a rating or without writing
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """(what, device, host, NVMe) rows of the placement, as text."""
         size = format_size
-        return [
+        rows = [
             ("parameters", f"up to {size(self.device_budget)} at a time", size(self.param_host), size(self.param_nvme)),
             ("gradients", "on their way out", size(self.grad_bytes), "-"),
             ("optimizer states", "-", size(self.state_host), size(self.state_nvme)),
@@ -69,6 +72,9 @@ class Plan:
                 f"{size(self.step_nvme_read)} read, {size(self.step_nvme_written)} written",
             ),
         ]
+        if self.steps_to_tbw is not None:
+            rows.append(("steps to rating", "-", "-", f"{self.steps_to_tbw:,}"))
+        return rows
 
 
 def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshots: bool = True) -> Plan:
@@ -79,9 +85,9 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
     """
     tiers.check()
     sizes = unit_sizes(partition(model, units))
-    host, device, directory = tiers.host_bytes(), tiers.device_bytes(), tiers.directory()
+    host, device, directories = tiers.host_bytes(), tiers.device_bytes(), tiers.directories()
     cuda = tiers.compute_device().type == "cuda"
-    placement = place(sizes, host=host, device=device, nvme=directory is not None, native=NATIVE is not None, cuda=cuda)
+    placement = place(sizes, host=host, device=device, drives=len(directories), native=NATIVE is not None, cuda=cuda)
     specs = [place.spec for unit in sizes for place in unit.layout.places]
     layouts = [unit.layout for unit in sizes]
     trainable = sum(spec.numel for spec in specs if spec.trainable)
@@ -96,15 +102,20 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
     frozen = sum(
         layout.region_bytes("frozen") for layout, there in zip(layouts, placement.param_host, strict=True) if not there
     )
+    trained_host = param_host - sum(
+        layout.region_bytes("frozen") for layout, there in zip(layouts, placement.param_host, strict=True) if there
+    )
     fetches = fetches_per_step(sizes, device - placement.grad_reserve, tiers.depth())
     fetched = [count * layout.flat_bytes for count, layout in zip(fetches, layouts, strict=True)]
     changing = state_nvme + copies
     largest = max((layout.state_bytes + layout.flat_bytes for layout in layouts), default=0)
     nvme = 0
-    if directory is not None:
-        nvme = changing + frozen + 3 * largest
+    if directories:
+        spare = 3 * largest
         if snapshots:
-            nvme += changing + param_host + state_host
+            nvme = changing + param_host + state_host
+            spare = max(spare, state_host + trained_host)  # the last snapshot stands while they are written again
+        nvme += changing + frozen + spare
     grads = sum(layout.grad_bytes for layout in layouts)
     return Plan(
         params=sum(spec.numel for spec in specs),
@@ -128,8 +139,11 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
         step_nvme_written=changing,
         step_h2d=sum(fetched),
         step_d2h=grads,
-        disk_free=None if directory is None else _free(directory),
+        disk_free=room_for(list(map(os.fspath, directories)), weights_of(measured(directories)))[0]
+        if directories
+        else None,
         native=NATIVE is not None,
+        steps_to_tbw=steps_left(tiers.rated_bytes(), changing) if directories else None,
     )
 
 
@@ -157,11 +171,3 @@ def fetches_per_step(units: list[UnitSize], budget: int, depth: int | None) -> l
         trace.end_step()
         resident = {uid: nbytes for uid, nbytes in resident.items() if not units[uid].layout.elements}
     return counts
-
-
-def _free(directory: Path) -> int:
-    """Bytes free on the drive that will hold `directory`."""
-    probe = directory
-    while not probe.exists() and probe != probe.parent:
-        probe = probe.parent
-    return shutil.disk_usage(probe).free

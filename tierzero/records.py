@@ -23,18 +23,23 @@ class Record(Protocol):
 
 
 class HostRecord:
-    """A record in host memory: `data` is uint8[nbytes] in the host arena."""
+    """A record in host memory: `data` is uint8[nbytes] in the host arena.
+
+    `version` counts the changes: whoever changes `data` itself adds one.
+    """
 
     on_disk = False
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.nbytes = data.numel()
+        self.version = 0
 
     async def read(self, offset: int, out: torch.Tensor) -> None:
         out.copy_(self.data[offset : offset + out.numel()])
 
     async def write(self, offset: int, data: torch.Tensor) -> None:
+        self.version += 1
         self.data[offset : offset + data.numel()].copy_(data)
 
 

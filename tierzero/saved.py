@@ -6,26 +6,28 @@ since. Everything else goes to the hooks that were active outside (activation ch
 own over them would switch non-reentrant checkpointing off. Tensors that nobody else packs are checked for in-place
 changes here, because autograd leaves that to whoever packs.
 
-`torch._C._autograd._top_saved_tensors_default_hooks` is private: the only way to reach the hooks that were active
-outside.
+`torch._C._autograd._{top,push,pop}_saved_tensors_default_hooks` are private: the only way to reach the hooks that were
+active outside, and to push without Python code in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierzero.unit import LiveParameter, Unit
+from tierzero.live import LiveParameter
+from tierzero.unit import Unit
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
     "version {now}; "
     "expected version {then} instead"
 )
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
 _PLAIN = (torch.Tensor, nn.Parameter, LiveParameter)
 
 
@@ -63,11 +65,47 @@ def unit_of(tensor: torch.Tensor, by_storage: Mapping[int, Unit]) -> Unit | None
     return None
 
 
-def net(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> AbstractContextManager[object]:
+class Net:
     """Saved-tensor hooks; see Note [saved weights]. `fault(unit)` must leave the unit resident; it is called when a
     weight is unpacked.
+
+    Signal handlers run after a call or at the start of a function, never between an assignment and the C function that
+    follows it: `_entered` tells at every moment whether a pair is on autograd's stack for this.
     """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    __slots__ = ("_entered", "_pack", "_unpack")
+
+    def __init__(self, by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> None:
+        self._pack, self._unpack = _hooks(by_storage, fault)
+        self._entered = False
+
+    def enter(self) -> None:
+        """Push them onto autograd's stack."""
+        pack, unpack, push = self._pack, self._unpack, torch._C._autograd._push_saved_tensors_default_hooks
+        try:
+            self._entered = True
+            push(pack, unpack)
+        except BaseException:
+            top = _top()
+            self._entered = top is not None and top[0] is pack
+            raise
+
+    def leave(self) -> None:
+        """Take one pair off, once: these; or, after an exception that passed module hooks by, those of a context
+        outside, which has taken these for its own.
+        """
+        pop = torch._C._autograd._pop_saved_tensors_default_hooks
+        if self._entered:
+            self._entered = False
+            pop()
+
+
+def _top() -> tuple[Pack, Unpack] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> tuple[Pack, Unpack]:
+    outer = _top()
 
     def pack(tensor: torch.Tensor) -> Any:
         unit = unit_of(tensor, by_storage)
@@ -89,4 +127,4 @@ def net(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> Abstra
         assert outer is not None
         return outer[1](packed)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return pack, unpack

@@ -19,13 +19,16 @@ _UNITS = {
     "t": 1000**4,
     "tb": 1000**4,
     "tib": 1024**4,
+    "p": 1000**5,
+    "pb": 1000**5,
+    "pib": 1024**5,
 }
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
 
 
 def parse_size(value: int | float | str, *, of: int | None = None, what: str = "size") -> int:
-    """Whole bytes for an int, a float or a string with an optional unit (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB) or `%`
-    of `of`.
+    """Whole bytes for an int, a float or a string with an optional unit (B, kB, MB, GB, TB, PB and KiB, MiB, GiB, TiB,
+    PiB) or `%` of `of`.
 
     Raises ValueError with a sentence for anything else, for negative sizes and for `%` where there is nothing to take
     it of.
@@ -55,7 +58,7 @@ def parse_size(value: int | float | str, *, of: int | None = None, what: str = "
     if unit not in _UNITS:
         raise ValueError(
             f"{what} {value!r} has the unknown unit {match.group(2)!r}; "
-            'use one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or "%"'
+            'use one of B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB or "%"'
         )
     if number * _UNITS[unit] == float("inf"):
         raise ValueError(f"{what} {value!r} is more bytes than can be counted")
@@ -70,3 +73,13 @@ def format_size(nbytes: int | float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def format_decimal(nbytes: int | float) -> str:
+    """`nbytes` with a decimal unit, as drives are rated: 1.20 PB."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} PB"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Sequence
 
+from tierzero import stripes
 from tierzero.extents import Extent, FreeList
 from tierzero.layout import PAGE, round_up
 from tierzero.tiers.base import BlockFile
@@ -17,13 +19,17 @@ _STEP_MIN, _STEP_MAX = 16 << 20, 1 << 30  # bytes the file grows by, if the driv
 
 
 class Space:
-    """Extents of `file` at `path`, with a count of the references to each; an extent with none is free. Thread-safe."""
+    """Extents of `file`, with a count of the references to each; an extent with none is free. Thread-safe.
 
-    def __init__(self, path: str, file: BlockFile) -> None:
-        self.path = path
+    weights: of the file's members, where there are several; see stripes' Note [stripes].
+    """
+
+    def __init__(self, file: BlockFile, weights: Sequence[int] = (1,)) -> None:
+        self.path = file.path
         self.file = file
+        self.weights = weights
         self._lock = threading.RLock()
-        self._free = FreeList(round_up(os.stat(path).st_size, PAGE))
+        self._free = FreeList(round_up(file.size(), PAGE))
         self._live: dict[int, tuple[Extent, int]] = {}  # offset -> extent, references
 
     @property
@@ -117,36 +123,51 @@ class Space:
         """Cut the free tail off the file."""
         with self._lock:
             if self._free.tail:
-                os.truncate(self.path, self._free.shrink())
+                self.file.truncate(self._free.shrink())
 
     def _grow(self, least: int, wanted: int, what: str) -> None:
         """Grow the file to `wanted` bytes, or where the drive cannot to `least`."""
         before = self.capacity
         failure: OSError | None = None
         for size in dict.fromkeys((wanted, least)):
-            if disk_free(self.path) < size - before:
+            if room_for(self.file.paths, self.weights)[0] < size - before:
                 continue  # do not fill the drive only to see that it is too small
             try:
                 self.file.preallocate(size)
             except OSError as error:
                 failure = error
-                os.truncate(self.path, before)
+                self.file.truncate(before)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
             else:
                 self._free.grow(size)
                 return
-        code = failure.errno if failure is not None else errno.ENOSPC
+        free, path = room_for(self.file.paths, self.weights)
+        several = f", as much as {path} lets {len(self.weights)} striped drives hold" if len(self.weights) > 1 else ""
         raise OSError(
-            code,
-            f"no room for {what}: {least - before} more bytes are needed and the drive has {disk_free(self.path)} free"
+            failure.errno if failure is not None else errno.ENOSPC,
+            f"no room for {what}: {least - before} more bytes are needed and the drive has {free} free{several}"
             f"{'' if failure is None else f' ({failure.strerror})'}. "
             "Free some space or use a directory on a larger drive",
-            self.path,
+            failure.filename if failure is not None and failure.filename else path,
         ) from failure
 
 
-def disk_free(path: str) -> int:
-    """Bytes that this user may still allocate on the file system of `path`."""
-    stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize
+def room_for(paths: Sequence[str], weights: Sequence[int]) -> tuple[int, str]:
+    """(bytes that this user may still add to a file striped over `paths` by `weights`, the path that decides).
+
+    Paths that do not exist yet count as their nearest parent that does.
+    """
+    there = [_existing(path) for path in paths]
+    drives = [os.stat(path).st_dev for path in there]
+    stats = {drive: os.statvfs(path) for drive, path in zip(drives, there, strict=True)}
+    free = {drive: stat.f_bavail * stat.f_frsize for drive, stat in stats.items()}
+    nbytes, index = stripes.room(drives, free, weights)
+    return nbytes, paths[index]
+
+
+def _existing(path: str) -> str:
+    path = os.path.abspath(os.path.expanduser(path))
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path

@@ -1,4 +1,4 @@
-"""The store: a directory with a lock, one data file of records, and snapshots of all of them that copy nothing.
+"""The store: directories with locks, one data file of records, and snapshots of all of them that copy nothing.
 
 Note [snapshot]
 A snapshot pins the extents that are current (see Note [copy on write]) and writes the manifest, the only thing that
@@ -10,30 +10,42 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from tierzero import manifest as manifests
+from tierzero import members
 from tierzero.checksum import Sums
-from tierzero.directory import check_data_file, prepare_directory, read_manifest, reclaim_directory
+from tierzero.directory import (
+    check_apart,
+    check_data_files,
+    check_length,
+    prepare_directory,
+    reclaim_directories,
+    remove_data,
+    survey,
+)
 from tierzero.errors import StoreCorruptError, StoreError
 from tierzero.extents import Extent as Extent
-from tierzero.lock import DirectoryLock, Holder
+from tierzero.lock import DirectoryLocks, Holder
 from tierzero.manifest import Manifest, Snapshot
 from tierzero.space import Space
 from tierzero.tiers.base import BlockFile, open_block_file, settle
+from tierzero.tuning import measured, weights_of
 from tierzero.versions import Versions
 
 DATA = "data.bin"
 
 
 class Store(Versions):
-    """Records in `directory`, opened and locked; see Versions for reading and writing them.
+    """Records in `directory`, opened and locked; see Versions for reading and writing them. Several directories hold
+    one data file, striped over them; see members' Note [members].
 
     `engine` is a NativeEngine or None for the portable tier. `resume` opens a snapshot (True: the latest) instead of
     starting empty. `overwrite` gives up the snapshots that are there. Without `reclaim`, a directory that a crashed
-    run left is refused instead of its space being reused. `opener` makes the block file from a path and the engine.
+    run left is refused instead of its space being reused. `opener` makes the block file from a path and the engine, or
+    from several paths, the engine, weights= and stripe=.
 
     Raises StoreError (unusable directory, or snapshots in the way), StoreBusyError (held by a living process) and
     StoreCorruptError (damaged manifest or data file; nothing is deleted).
@@ -43,38 +55,32 @@ class Store(Versions):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         engine: Any = None,
         resume: str | bool = False,
         reclaim: bool = True,
         overwrite: bool = False,
-        opener: Callable[[str, Any], BlockFile] = open_block_file,
+        opener: Callable[..., BlockFile] = open_block_file,
     ) -> None:
-        self.directory = prepare_directory(directory)
-        self._lock = DirectoryLock(self.directory)
+        wanted = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+        check_apart(wanted)
+        given = [prepare_directory(one) for one in wanted]
+        self._lock = DirectoryLocks(given)
         try:
             if self.stale is not None and not reclaim:
                 raise StoreError(
-                    f"{self.directory} was left by a run that crashed ({self.stale}): "
+                    f"{given[0]} was left by a run that crashed ({self.stale}): "
                     "resume it, or allow its space to be reclaimed"
                 )
-            manifest = read_manifest(self.directory, overwrite) or Manifest(DATA, {})
-            path = os.path.join(self.directory, manifest.data)
+            self.directories, known = survey(given, overwrite)
+            self.directory = self.directories[0]
+            manifest = known or Manifest(DATA, {}, members.new_layout(len(given), DATA, _weights(given)))
+            self.layout = manifest.layout
             self.resumed = _choose(self.directory, manifest, resume)
-            if any(snapshot.records for snapshot in manifest.snapshots.values()):
-                check_data_file(path, manifest)
-            else:
-                reclaim_directory(self.directory, path, stale=self.stale is not None, overwrite=overwrite)
+            file = self._open(engine, opener, manifest, overwrite)
             try:
-                file = opener(path, engine)
-            except OSError as error:
-                raise StoreError(
-                    f"the data file {path} cannot be opened: {error.strerror}. Check its permissions, or give another "
-                    "directory"
-                ) from error
-            try:
-                super().__init__(path, file, _space(path, file, manifest))
+                super().__init__(file.path, file, _space(file, manifest))
             except BaseException:
                 file.close()
                 raise
@@ -89,6 +95,47 @@ class Store(Versions):
             self.current[name], self._sums[name] = extent, sums
             self.space.hold(extent)
 
+    def _open(self, engine: Any, opener: Callable[..., BlockFile], manifest: Manifest, overwrite: bool) -> BlockFile:
+        """The data file, with all that the snapshots need in it; without any, a new one."""
+        layout = manifest.layout
+        files = (manifest.data,) if layout is None else layout.files
+        paths = [os.path.join(directory, name) for directory, name in zip(self.directories, files, strict=True)]
+        if layout is None:
+            fresh = not any(snapshot.records for snapshot in manifest.snapshots.values())
+        else:  # while there is a manifest, every directory must say which member it is
+            fresh = not manifest.snapshots
+        if fresh:
+            reclaim_directories(self.directories, manifest.data, stale=self.stale is not None, overwrite=overwrite)
+        else:
+            check_data_files(paths, manifest)
+        made = fresh and layout is not None
+        try:
+            if made and layout is not None:
+                members.write(self.directories, layout)
+            try:
+                if layout is None:
+                    file = opener(paths[0], engine)
+                else:
+                    file = opener(paths, engine, weights=layout.weights, stripe=layout.stripe)
+            except OSError as error:
+                raise StoreError(
+                    f"the data file {error.filename or paths[0]} cannot be opened: {error.strerror}. Check its "
+                    "permissions, or give another directory"
+                ) from error
+            try:
+                check_length(paths, file.size(), manifest)
+            except BaseException:
+                file.close()
+                raise
+            if made:
+                for directory in self.directories[1:]:  # the manifest's own is synced with it
+                    manifests.sync_directory(directory)
+        except BaseException:
+            if made:
+                remove_data(self.directories, manifest.data)
+            raise
+        return file
+
     @property
     def stale(self) -> Holder | None:
         """Who held the store when it crashed, or None."""
@@ -99,6 +146,20 @@ class Store(Versions):
         """The committed snapshots by name."""
         with self._mutex:
             return dict(self._snapshots)
+
+    def recall(self, name: str, extent: Extent | None = None) -> bool:
+        """Make the version of `name` that a snapshot holds in `extent` current again, without writing; if None, the
+        one of the last snapshot that has any. False if there is none.
+        """
+        with self._mutex:
+            self._check_open()
+            for snapshot in sorted(self._snapshots.values(), key=lambda one: -one.epoch):
+                there = snapshot.records.get(name)
+                if there is not None and extent in (None, there[0]):
+                    self.space.hold(there[0])
+                    self.publish(name, *there)
+                    return True
+            return False
 
     async def snapshot(self, name: str, meta: dict[str, Any], keep: Collection[str] = ()) -> Snapshot:
         """Commit the current records as snapshot `name`, with `meta` (JSON values).
@@ -121,7 +182,7 @@ class Store(Versions):
             await self.file.sync()
             new = Snapshot(name, self._epoch + 1, meta, records)
             kept = {other: old for other, old in self._snapshots.items() if other in keep and other != name}
-            manifest = Manifest(os.path.basename(self.path), {**kept, name: new})
+            manifest = Manifest(os.path.basename(self.path), {**kept, name: new}, self.layout)
             await settle(asyncio.ensure_future(asyncio.to_thread(manifests.save, self.directory, manifest, renamed)))
         except BaseException:
             with self._mutex:
@@ -176,15 +237,16 @@ class Store(Versions):
             if self._closed:
                 return
             self._closed = True
-            self.file.close()
-            if not self._lock.held:
-                return
-            if self._snapshots:
-                self._release(list(self.current.values()))
-                self.space.trim()
-            elif not keep and os.path.exists(self.path):
-                os.unlink(self.path)
-            self._lock.release(remove=bool(self._snapshots) or not keep)
+            try:
+                if self._lock.held and self._snapshots:
+                    self._release(list(self.current.values()))
+                    self.space.trim()
+            finally:
+                self.file.close()
+                if self._lock.held:
+                    if not self._snapshots and not keep:
+                        remove_data(self.directories, os.path.basename(self.path))
+                    self._lock.release(remove=bool(self._snapshots) or not keep)
 
 
 def _choose(directory: str, manifest: Manifest, resume: str | bool) -> Snapshot | None:
@@ -211,15 +273,20 @@ def _choose(directory: str, manifest: Manifest, resume: str | bool) -> Snapshot 
     return manifest.snapshots[resume]
 
 
-def _space(path: str, file: BlockFile, manifest: Manifest) -> Space:
+def _weights(directories: Sequence[str]) -> list[int]:
+    """Stripe weights for a new store."""
+    return weights_of(measured(directories)) if len(directories) > 1 else [1]
+
+
+def _space(file: BlockFile, manifest: Manifest) -> Space:
     """The space of the data file with everything pinned that the manifest names, and the free tail cut off."""
-    space = Space(path, file)
+    space = Space(file, (1,) if manifest.layout is None else manifest.layout.weights)
     for snapshot in manifest.snapshots.values():
         for name, (extent, _) in snapshot.records.items():
             if not space.adopt(extent):
                 raise StoreCorruptError(
                     f"the record {name!r} of snapshot {snapshot.name!r} lies over another one at offset "
-                    f"{extent.offset} of {path}. Nothing was deleted: give the snapshots up with overwrite=True"
+                    f"{extent.offset} of {file.path}. Nothing was deleted: give the snapshots up with overwrite=True"
                 )
     space.trim()
     return space

@@ -10,6 +10,7 @@ copied out after an event on the compute stream, and whoever reads it on the hos
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import torch
 
@@ -45,15 +46,18 @@ class Transfer:
     def after_use(self, unit: Unit) -> None:
         """Note that the caller's work so far was the last to use `unit`."""
 
+    def mark(self) -> Any:
+        """The present point of the caller's work, as `used_event` takes it, or None."""
+        return None
+
     def take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
         """Copy (or add) one gradient to its place in host memory."""
-        self.metrics.device(grad.nbytes)
         if accumulate:
             view.add_(grad)
         else:
             view.copy_(grad)
         self.metrics.add("d2h", grad.nbytes)
-        self.metrics.device(-grad.nbytes)
+        self.metrics.device_passing(grad.nbytes)
 
     def count(self, unit: Unit) -> None:
         """Account for one fetch."""
@@ -91,7 +95,10 @@ class CudaTransfer(Transfer):
             torch.cuda.current_stream(self.device).wait_event(unit.ready_event)
 
     def after_use(self, unit: Unit) -> None:
-        unit.used_event = torch.cuda.current_stream(self.device).record_event()
+        unit.used_event = self.mark()
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
 
     async def load(self, unit: Unit) -> None:
         self.count(unit)
@@ -133,7 +140,6 @@ class CudaTransfer(Transfer):
 
     def take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
         compute = torch.cuda.current_stream(self.device)
-        self.metrics.device(grad.nbytes)
         self.d2h.wait_event(compute.record_event())
         with torch.cuda.stream(self.d2h):
             if accumulate:
@@ -144,13 +150,14 @@ class CudaTransfer(Transfer):
                 grad.record_stream(self.d2h)
                 self._copies.setdefault(unit.uid, []).append(self.d2h.record_event())
         self.metrics.add("d2h", grad.nbytes)
-        self.metrics.device(-grad.nbytes)
+        self.metrics.device_passing(grad.nbytes)
         unit.finish_grads = lambda: self.finish(unit)
 
     def finish(self, unit: Unit) -> None:
         """Wait on the host for the gradient copies of `unit`."""
-        for event in self._copies.pop(unit.uid, ()):
+        for event in self._copies.get(unit.uid, ()):
             event.synchronize()
+        self._copies.pop(unit.uid, None)  # last: an exception from a signal may end the wait
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

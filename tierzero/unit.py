@@ -14,8 +14,7 @@ registered while a forward that uses it runs; it stays resident until the pager 
 
 from __future__ import annotations
 
-import concurrent.futures
-import enum
+import asyncio
 import functools
 import weakref
 from collections.abc import Callable
@@ -27,42 +26,18 @@ from torch import nn
 from tierzero.errors import TierzeroError
 from tierzero.grads import HostGrad
 from tierzero.layout import ParamSpec, UnitLayout, unit_layout
+from tierzero.live import LiveParameter, live_parameter
 from tierzero.paged import Paged
+from tierzero.pins import Pins
 from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.replaced import note_replaced
+from tierzero.states import LEGAL, State
 from tierzero.tiers.host import Block
 
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 AtRest = Callable[..., Any]
-
-
-class State(enum.Enum):
-    """Where the device bytes of a unit stand; `LEGAL` lists the transitions."""
-
-    REST = "rest"  # no bytes
-    FETCHING = "fetching"  # bytes taken, on their way
-    READY = "ready"  # bytes valid (on CUDA: once `ready_event` has passed)
-
-
-LEGAL = {
-    (State.REST, State.FETCHING),
-    (State.FETCHING, State.READY),
-    (State.FETCHING, State.REST),
-    (State.READY, State.REST),
-}
-
-
-class LiveParameter(nn.Parameter):
-    """A parameter whose bytes may have left: tracebacks, debuggers and test runners print what they find, and reading
-    freed bytes is a crash.
-    """
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        storage = self.untyped_storage()
-        if storage.nbytes() < (self.storage_offset() + self.numel()) * self.element_size():
-            return f"LiveParameter(shape={tuple(self.shape)}, dtype={self.dtype}, paged out)"
-        return str(super().__repr__())
 
 
 def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
@@ -72,7 +47,7 @@ def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
 
 
 class Unit:
-    """See the notes above. Fields the pager changes are listed last; they are guarded by its lock."""
+    """See the notes above. Who may change the fields listed last is said in pager.py and residency.py."""
 
     def __init__(self, uid: int, name: str, module: nn.Module, params: list[nn.Parameter], names: list[str]) -> None:
         self.uid = uid
@@ -85,7 +60,7 @@ class Unit:
         self.state: StateRecord | None = None
         self.grad_block: Block | None = None
         self.host_flat: Block | None = None  # the parameters cached in host memory, laid out as the flat buffer
-        self.live: list[nn.Parameter] = []
+        self.live: list[LiveParameter] = []
         self.rest: list[nn.Parameter] = []
         self.grad_views: list[torch.Tensor | None] = [None] * len(params)
         self.published: list[weakref.ref[HostGrad] | None] = [None] * len(params)
@@ -98,16 +73,14 @@ class Unit:
             None  # gradient norms, and what they were computed from
         )
         self.touched = False  # somebody has had their hands on the gradients
-        # the pager's
+        # what is resident and in use
         self.residency = State.REST
-        self.pins = 0
-        self.holds = 0  # how many of them are `unsharded` blocks
+        self.pins = Pins()
         self.registered = False
-        self.in_backward = False
-        self.backward_tokens = 0
+        self.live_registered = False  # or some of it: see register_live
+        self.in_backward = 0  # when its backward began, counted from 1; 0 if it is not in backward
         self.version = 0
-        self.arrival: concurrent.futures.Future[None] | None = None
-        self.fetch: object | None = None  # which fetch is under way
+        self.arrival: asyncio.Task[None] | None = None  # the fetch under way
         self.pending: Any = None  # the queued update that the next use waits for
         self.prefetched = False
         self.ready_event: Any = None
@@ -130,10 +103,7 @@ class Unit:
         storage.resize_(self.layout.flat_bytes)
         self.flat.set_(storage, 0, (self.layout.flat_bytes,), (1,))
         for index, (param, place) in enumerate(zip(params, self.layout.places, strict=True)):
-            view = torch.empty(0, dtype=param.dtype, device=device)
-            offset = self.layout.flat_offset(place) // param.element_size() if param.numel() else 0
-            view.set_(storage, offset, param.shape, _strides(param.shape))
-            live = LiveParameter(view, requires_grad=param.requires_grad)
+            live = live_parameter(param, self.names[index], storage, self.layout.flat_offset(place), device)
             rest = nn.Parameter(
                 Paged(ParamSource(self, index), param.shape, param.dtype), requires_grad=param.requires_grad
             )
@@ -157,6 +127,9 @@ class Unit:
         Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for
         parameters that took our place.
         """
+        self.live_registered = True
+        for live in self.live:
+            live.open()
         for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
             if live.requires_grad != rest.requires_grad:
                 if rest.requires_grad and self.layout.places[index].grad < 0:
@@ -178,14 +151,26 @@ class Unit:
         """Put the rest parameters into every slot: the first time, and then wherever the live one stands."""
         for live, rest, slots in zip(self.live, self.rest, self.slots, strict=True):
             for module, name in slots:
-                if not self.registered or module._parameters.get(name) is live:
+                there = module._parameters.get(name)
+                if not self.registered and there is not None:
+                    note_replaced(there, live.param_name)
+                if not self.registered or there is live:
                     module._parameters[name] = rest
+            live.shut()
         self.registered = True
+        self.live_registered = False
 
     def let_go(self) -> None:
         """Drop the references to the model's modules, which keep their parameters."""
         self.slots = [[] for _ in self.slots]
         del self.module
+
+    def leave_backward(self) -> None:
+        """The unit is in backward no more; its rest parameters come back unless a forward uses it."""
+        if self.in_backward:
+            if not self.pins:
+                self.register_rest()
+            self.in_backward = 0
 
     # -- resident ------------------------------------------------------------------------------------------------------
 
@@ -338,15 +323,6 @@ class ParamSource:
 
     def write(self, value: torch.Tensor) -> None:
         self.unit.at_rest(self.unit.write_param(self.index, value), changes=True)
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _touch(unit: weakref.ref[Unit], index: int, changes: bool) -> None:

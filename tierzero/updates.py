@@ -11,12 +11,15 @@ from tierzero.unit import Unit
 
 
 class Update:
-    """One unit's queued optimizer step. `work` may be run again after it failed: it reads the old version and the
-    gradients, both still there.
+    """One unit's queued optimizer step. `begin` is called as it is queued. `work` may be run again after it failed: it
+    reads the old version and the gradients, both still there.
     """
 
-    def __init__(self, unit: Unit, work: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, unit: Unit, work: Callable[[], Awaitable[None]], begin: Callable[[], None] = lambda: None
+    ) -> None:
         self.unit = unit
+        self.begin = begin
         self.work = work
         self.queued = False
         self.finished = asyncio.Event()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from tierzero.blocks import checksum_of
 from tierzero.engine import Engine
 from tierzero.errors import StoreError
 from tierzero.paged import Paged
@@ -19,8 +20,8 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
     """Commit parameters, persistent buffers, optimizer states and step counts as snapshot `name`, with `meta` (JSON
     values). It replaces the snapshot before it.
 
-    Waits for queued updates first. Costs the bytes of records in host memory and a flush; records on NVMe are pinned
-    where they are.
+    Waits for queued updates first. Costs the bytes of records in host memory that changed since the snapshot before it,
+    and a flush; records on NVMe are pinned where they are.
     """
     store = engine.store
     if store is None:
@@ -49,20 +50,35 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
     buffers = {key: value.detach().cpu().clone().contiguous() for key, value in _buffers(engine).items()}
 
     async def write() -> None:
-        flushed: list[str] = []
+        flushed: dict[str, int] = {}
         try:
             if buffers:
-                raw = torch.frombuffer(bytearray(save(buffers)), dtype=torch.uint8)
-                engine.metrics.add("nvme_written_expected", raw.numel())
-                await store.put(BUFFERS, raw)
-                flushed.append(BUFFERS)
-            flushed += await engine.homes.flush_host(engine.units)
-            await store.snapshot(name, {**meta, "engine": own})
+                await _flush_buffers(engine, torch.frombuffer(bytearray(save(buffers)), dtype=torch.uint8))
+            await engine.homes.flush_host(engine.units, flushed)
+            engine.homes.saved(flushed, await store.snapshot(name, {**meta, "engine": own}))
         finally:
-            for record in flushed:
+            for record in [*flushed, *([BUFFERS] if buffers and BUFFERS in store.current else [])]:
                 store.remove(record)
 
     engine.run(write())
+
+
+async def _flush_buffers(engine: Engine, raw: torch.Tensor) -> None:
+    """Make `raw` the current buffers' record. Buffers count no changes: what the last snapshot has is read and
+    compared, and `raw` is written only if it differs.
+    """
+    store = engine.store
+    assert store is not None
+    if store.recall(BUFFERS):
+        same = store.current[BUFFERS].nbytes == raw.numel() and store.checksum_of(BUFFERS) == await checksum_of(raw)
+        if same:  # most likely: the bytes decide
+            there = torch.empty_like(raw)
+            engine.metrics.add("nvme_read_expected", raw.numel())
+            await store.read(BUFFERS, 0, there)
+            if torch.equal(there, raw):
+                return
+    engine.metrics.add("nvme_written_expected", raw.numel())
+    await store.put(BUFFERS, raw)
 
 
 def restore(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

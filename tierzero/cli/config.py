@@ -50,6 +50,21 @@ def _depth(value: Any) -> Any:
     return value
 
 
+def _paths(value: Any) -> Any:
+    if not isinstance(value, list):
+        return [_path(value)]
+    if not value:
+        raise ValueError("must name at least one directory, got []")
+    return [_path(one) for one in value]
+
+
+def _rating(value: Any) -> Any:
+    text = value.strip() if isinstance(value, str) else value
+    if not parse_size(text):
+        raise ValueError(f"must be more than zero bytes, got {value!r}")
+    return text
+
+
 PathValue = Annotated[Path, BeforeValidator(_path)]
 Positive = Annotated[int, Field(gt=0)]
 
@@ -96,9 +111,14 @@ class TrainSection(Section):
 
 
 class TiersSection(Section):
-    """Byte budgets. Unset: `device` a sixth of the parameters' bytes, `host` a quarter of the optimizer states'."""
+    """Byte budgets. Unset: `device` a sixth of the parameters' bytes, `host` a quarter of the optimizer states'.
 
-    nvme: PathValue | None = None
+    `nvme`: one directory, or a list of them, one per drive. `nvme_tbw`: bytes that all these drives together are rated
+    to write.
+    """
+
+    nvme: Annotated[list[Path], BeforeValidator(_paths)] | None = None
+    nvme_tbw: Annotated[int | float | str, BeforeValidator(_rating)] | None = None
     host: Annotated[int | float | str, BeforeValidator(_size)] | None = None
     device: Annotated[int | float | str, BeforeValidator(_size_or_auto)] | None = None
     prefetch: Annotated[int | str, BeforeValidator(_depth)] = "auto"
@@ -135,9 +155,14 @@ class Config(Section):
         return self.train.warmup if self.train.warmup is not None else min(100, self.train.steps // 12)
 
     @property
+    def stores(self) -> list[Path]:
+        """The directories on NVMe, one per drive."""
+        return self.tiers.nvme or [self.train.out / "store"]
+
+    @property
     def store(self) -> Path:
-        """The directory on NVMe."""
-        return self.tiers.nvme or self.train.out / "store"
+        """The directory on NVMe that holds the manifest, whatever the order; the first one where there is none yet."""
+        return next((path for path in self.stores if (path / "manifest.json").exists()), self.stores[0])
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -76,7 +76,7 @@ def train(
 
     Keys: `model.{preset,path,layers,hidden,heads,vocab}`, `data.{path,sequence,batch}`,
     `train.{steps,lr,warmup,weight_decay,clip,accumulate,seed,save_every,out,dtype,recompute,sample,log_every}`,
-    `tiers.{nvme,host,device,prefetch,gds}`. Sizes are bytes, "64MiB", "1.5GB", or a share of memory, "60%".
+    `tiers.{nvme,nvme_tbw,host,device,prefetch,gds}`. Sizes are bytes, "64MiB", "1.5GB", or a share of memory, "60%".
 
     Ctrl-C finishes the step, saves and exits; `--resume` goes on with the same losses, bit for bit.
     """
@@ -89,6 +89,69 @@ def train(
         from tierzero.cli.train import run
 
         run(loaded, resume=resume, overwrite=overwrite, dry_run=dry_run, quiet=quiet)
+
+
+bench = typer.Typer(name="bench", help="Measure what this machine can do.", no_args_is_help=True)
+app.add_typer(bench)
+
+
+@bench.callback()
+def _bench() -> None:
+    pass
+
+
+@bench.command("nvme")
+def bench_nvme(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="A directory on each drive.", show_default=False)
+    ],
+    size: Annotated[str, typer.Option("--size", help="Of the file to measure on.")] = "4GiB",
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure, in all.")] = 48.0,
+    compare_fio: Annotated[
+        bool, typer.Option("--compare-fio", help="Run fio in turns with the engine and print the ratios.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the drive under each PATH and keep the result.
+
+    Reads, writes and both at once, through every engine that works there, over a grid of block size and depth; then
+    how long the best setting's rates hold. It is stored as the drive's profile, which `offload` and `plan` use. Several
+    paths are measured alone and then together, striped.
+
+    The file it writes is new and nameless: nothing of yours is touched, and nothing is left behind.
+    """
+    with _sentences():
+        from tierzero.cli.bench import nvme
+
+        nvme(paths, size, seconds, compare_fio=compare_fio, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PATH]...", help="Directories for a store; default: this one.")
+    ] = None,
+    selftest: Annotated[
+        Path | None,
+        typer.Option(
+            "--selftest", metavar="PATH", help="Also write, read and verify there through every backend, in 30 s."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
+) -> None:
+    """Check this machine and the drives under PATHS, with one line of advice for each thing that is not as it should
+    be.
+
+    Kernel, io_uring, O_DIRECT, file systems and their mount options, free space, limits, memory, huge pages, processor,
+    torch, CUDA, GPUDirect: what was found is really tried, the dangerous parts in child processes. The output is enough
+    for a bug report.
+
+    Exits 0 unless training cannot work here (or the self-test finds a backend that fails), then 1.
+    """
+    with _sentences():
+        from tierzero.cli.doctor import run
+
+        raise typer.Exit(run(paths or [], selftest, as_json=as_json))
 
 
 @contextmanager

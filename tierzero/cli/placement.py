@@ -33,13 +33,21 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
     if host is None or device is None:
         cuda = torch.cuda.is_available()
         sizes = unit_sizes(partition(model))
-        least = place(sizes, host=_BOUNDLESS, device=_BOUNDLESS, nvme=True, native=NATIVE is not None, cuda=cuda)
+        drives, native = len(config.stores), NATIVE is not None
+        least = place(sizes, host=_BOUNDLESS, device=_BOUNDLESS, drives=drives, native=native, cuda=cuda)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         param_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         state_bytes = 12 * sum(parameter.numel() for parameter in trained)
         device = max(_share(param_bytes, DEVICE_SHARE), least.device_min) if device is None else device
         host = max(_share(state_bytes, HOST_SHARE), least.host_min) if host is None else host
-    return tz.Tiers(nvme=config.store, host=host, device=device, prefetch=tiers.prefetch, gds=tiers.gds)
+    return tz.Tiers(
+        nvme=config.stores,
+        host=host,
+        device=device,
+        prefetch=tiers.prefetch,
+        gds=tiers.gds,
+        nvme_tbw=tiers.nvme_tbw,
+    )
 
 
 def _share(nbytes: int, parts: int) -> int:
@@ -51,7 +59,7 @@ def check_disk(config: Config, plan: Plan) -> None:
     """OSError(ENOSPC) where the drive has less room than the store needs; what it takes already counts as room."""
     if plan.disk_free is None:
         return
-    taken = sum(path.stat().st_blocks * 512 for path in config.store.glob("*") if path.is_file())
+    taken = sum(path.stat().st_blocks * 512 for store in config.stores for path in store.glob("*") if path.is_file())
     if plan.nvme_bytes > plan.disk_free + taken:
         raise OSError(
             errno.ENOSPC,
@@ -89,13 +97,18 @@ def rows(config: Config, plan: Plan) -> list[tuple[str, str, str, str]]:
     micro = config.train.accumulate
     read = plan.state_nvme + micro * (plan.step_nvme_read - plan.state_nvme)
     free = "" if plan.disk_free is None else f", {format_size(plan.disk_free)} free"
+    wear = []
+    if plan.steps_to_tbw is not None:
+        wear.append(("steps to rating", "-", "-", f"{plan.steps_to_tbw:,}"))
+    places = ", ".join(map(str, config.stores))
     return [
         ("parameters", "as used", size(plan.param_host), size(plan.param_nvme)),
         ("gradients", "passing", size(plan.grad_bytes), "-"),
         ("optimizer states", "-", size(plan.state_host), size(plan.state_nvme)),
         ("engine buffers", "-", size(plan.buffer_bytes), "-"),
         ("needed", size(plan.device_needed), size(plan.host_needed), size(plan.nvme_bytes)),
-        ("budget", size(plan.device_budget), size(plan.host_budget), f"{config.store}{free}"),
+        ("budget", size(plan.device_budget), size(plan.host_budget), f"{places}{free}"),
         ("in per step", size(micro * plan.step_h2d), "-", f"{size(read)} read"),
         ("out per step", size(micro * plan.step_d2h), "-", f"{size(plan.step_nvme_written)} written"),
+        *wear,
     ]

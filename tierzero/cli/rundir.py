@@ -18,7 +18,7 @@ FOLDERS = ("checkpoints", "tensorboard", "export")
 def holds_run(config: Config) -> bool:
     """Whether train.out has something of an earlier run in it."""
     out = config.train.out
-    return any((out / name).exists() for name in FILES + FOLDERS) or store_exists(config.store)
+    return any((out / name).exists() for name in FILES + FOLDERS) or any(map(store_exists, config.stores))
 
 
 def store_exists(store: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tierzero.sizes import format_size
+from tierzero.sizes import format_decimal, format_size
 
 
 def print_summary(console: Console, summary: dict[str, Any], sample: str, out: Path) -> None:
@@ -59,6 +59,17 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("NVMe read", against("nvme_read", "proc_io_read")),
         ("NVMe written", against("nvme_written", "proc_io_written")),
+        ("drive wear", _wear(summary)),
         ("waited for", stalls),
         ("whole run", f"{summary['seconds']:.0f} s"),
     ]
+
+
+def _wear(summary: dict[str, Any]) -> str:
+    """Bytes written per day, and how long the drives' rating lasts if it is known."""
+    rate = f"{summary['nvme_written_per_day'] / 1e12:.2f} TB/day"
+    if summary["nvme_tbw"] is None:
+        return f"{rate}; set tiers.nvme_tbw to see how long the drives last"
+    days = summary["drive_days_left"]
+    left = "no wear" if days is None else f"{days:,.0f} days to the rated {format_decimal(summary['nvme_tbw'])}"
+    return f"{rate}, {left}"

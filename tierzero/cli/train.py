@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from contextlib import closing, suppress
@@ -153,6 +154,9 @@ class Session:
             "nvme_written": stats["nvme_written"],
             "nvme_read_expected": stats["nvme_read_expected"],
             "nvme_written_expected": stats["nvme_written_expected"],
+            "nvme_written_per_day": stats["nvme_written_per_day"],
+            "nvme_tbw": self.tiers.rated_bytes(),
+            "drive_days_left": _finite(stats["drive_days_left"]),
             "proc_io_read": moved[0] if moved else None,
             "proc_io_written": moved[1] if moved else None,
             "h2d": stats["h2d"],
@@ -169,3 +173,8 @@ class Session:
             "skipped_steps": stats["skipped_steps"],
             "seconds": time.perf_counter() - self.started,
         }
+
+
+def _finite(days: float | None) -> float | None:
+    """JSON has no infinity: a run that writes nothing has no number of days."""
+    return None if days is None or math.isinf(days) else days

@@ -10,7 +10,7 @@ import torch
 
 from tierzero.errors import NonFiniteGradientError, TierzeroError
 from tierzero.optim.clip import place_of
-from tierzero.optim.norms import is_finite, unit_norms
+from tierzero.optim.norms import is_finite, unit_norms, without_grad
 from tierzero.optim.streamed import Hyper
 from tierzero.paged import Paged
 from tierzero.records import StateRecord
@@ -77,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
             )
         return unit, k
 
-    @torch.no_grad()
+    @without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue one update of every parameter that has a gradient. Returns the closure's loss, if there is one."""
         loss = None
@@ -101,8 +101,7 @@ class AdamW(torch.optim.Optimizer):
         bad = _first_bad(work)
         for owner in owners:
             jobs = [] if bad else [self._job(unit, groups) for unit, groups in work.items() if unit.owner is owner]
-            owner.pager.queue(jobs)
-            owner.pager.end_step()
+            owner.pager.step(jobs)
             owner.metrics.add("skipped_steps" if bad else "steps")
         self._note_skip(bad)
         return loss
@@ -114,8 +113,6 @@ class AdamW(torch.optim.Optimizer):
     def _job(self, unit: Unit, groups: dict[int, dict[str, Any]]) -> Update:
         hypers: dict[int, Hyper] = {}
         for index, group in groups.items():
-            unit.steps[index] += 1
-            self.state[unit.rest[index]]["step"] += 1
             beta1, beta2 = (float(beta) for beta in group["betas"])
             hypers[index] = Hyper(
                 float(group["lr"]),
@@ -123,11 +120,18 @@ class AdamW(torch.optim.Optimizer):
                 beta2,
                 float(group["eps"]),
                 float(group["weight_decay"]),
-                unit.steps[index],
+                unit.steps[index] + 1,
                 unit.coef[index],
             )
         streamed = unit.owner.streamed
-        return Update(unit, lambda: streamed.update(unit, hypers))
+        counts = [self.state[unit.rest[index]]["step"] for index in hypers]
+
+        def begin() -> None:
+            for index, count in zip(hypers, counts, strict=True):
+                unit.steps[index] += 1
+                count += 1
+
+        return Update(unit, lambda: streamed.update(unit, hypers), begin)
 
     def _note_skip(self, bad: str | None) -> None:
         if bad is None:

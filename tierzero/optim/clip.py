@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from tierzero.errors import TierzeroError
-from tierzero.optim.norms import unit_norms
+from tierzero.optim.norms import unit_norms, without_grad
 from tierzero.paged import Paged
 from tierzero.unit import ParamSource, Unit
 
@@ -20,7 +20,7 @@ def place_of(param: torch.Tensor) -> tuple[Unit, int] | None:
     return None
 
 
-@torch.no_grad()
+@without_grad
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

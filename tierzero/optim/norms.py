@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 
 from tierzero.native import NATIVE
 from tierzero.unit import Unit
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_grad(function: Callable[P, R]) -> Callable[P, R]:
+    """As torch.no_grad(), which leaves gradients off when a signal handler raises as it is entered or left. The C
+    function behind it leaves no room for one.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return wrapper
 
 
 def unit_norms(unit: Unit) -> list[float]:

@@ -18,7 +18,7 @@ import torch
 from tierzero.extents import Extent
 from tierzero.layout import Place, state_pieces
 from tierzero.metrics import Metrics
-from tierzero.records import DiskRecord, StateRecord
+from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.store import Store
 from tierzero.tiers.host import Block
 from tierzero.unit import Unit
@@ -80,6 +80,9 @@ class StreamedStep:
         """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer."""
         state, param = unit.state, unit.records.get("param")
         assert state is not None
+        for record in (state.record, param, unit.records.get("fp32")):
+            if isinstance(record, HostRecord):
+                record.version += 1  # before the update, which writes it as it goes
         extents: list[Extent] = []
         try:
             new_state: Extent | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from tierzero.errors import StoreError
 from tierzero.layout import PAGE
 
 T = TypeVar("T")
@@ -23,7 +25,8 @@ class BlockFile(Protocol):
     multiples of `alignment`; they may zero the file up to the next multiple behind their end.
     """
 
-    path: str
+    path: str  # of the first member, where the file is striped over several
+    paths: list[str]
     alignment: int
     bytes_read: int
     bytes_written: int
@@ -34,6 +37,14 @@ class BlockFile(Protocol):
 
     async def write(self, offset: int, data: torch.Tensor) -> None:
         """Write `data` at `offset`, a multiple of `alignment`."""
+        ...
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        ...
+
+    def truncate(self, nbytes: int) -> None:
+        """Make the file `nbytes` long, which is shorter than it was or as long."""
         ...
 
     def preallocate(self, nbytes: int) -> None:
@@ -101,12 +112,22 @@ async def settle(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
-def open_block_file(path: str, engine: Any = None) -> BlockFile:
-    """Open or create `path`: through `engine` (a NativeEngine) when given, else through the portable tier."""
+def open_block_file(
+    path: str | Sequence[str], engine: Any = None, *, weights: Sequence[int] | None = None, stripe: int = 0
+) -> BlockFile:
+    """Open or create `path`: through `engine` (a NativeEngine) when given, else through the portable tier.
+
+    Several paths are one file striped over them; StoreError without an engine, which alone can do that.
+    """
     if engine is not None:
         from tierzero.tiers.nvme import NativeFile
 
-        return NativeFile(path, engine)
+        return NativeFile(path, engine, weights=weights, stripe=stripe)
     from tierzero.tiers.portable import PortableFile
 
+    if not isinstance(path, str):
+        raise StoreError(
+            f"the store cannot be striped over {len(path)} directories without the native extension: give one "
+            "directory, or reinstall with a compiler"
+        )
     return PortableFile(path)

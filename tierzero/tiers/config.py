@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from tierzero import cgroup
+from tierzero.directory import check_apart
 from tierzero.errors import ConfigError
 from tierzero.sizes import parse_size
 
@@ -20,8 +22,9 @@ AUTO_DEVICE_SHARE = 0.5  # of what is free: activations need the rest
 class Tiers:
     """Budgets and places.
 
-    nvme: directory for parameters and optimizer states that host memory does not hold; None keeps everything in host
-    memory.
+    nvme: directory for parameters and optimizer states that host memory does not hold, or several, one per drive, over
+    which they are striped; None keeps everything in host memory.
+    nvme_tbw: bytes that all those drives together are rated to write ("1.2PB"), for `stats` and `plan`; None: unknown.
     host: bytes the engine may use in host memory: gradients, buffers and cached records ("48GiB", 5e9, or "60%" of the
     memory there is).
     device: bytes for resident parameters and gradients on their way out on the compute device; "auto" takes half of
@@ -37,20 +40,36 @@ class Tiers:
     prefetch: int | str = "auto"
     gds: str = "auto"
     compute: str = "auto"
+    nvme_tbw: int | float | str | None = None
 
-    def directory(self) -> Path | None:
-        """The store directory. ConfigError if several are given."""
+    def directories(self) -> list[Path]:
+        """The store's directories, one per drive; none without NVMe.
+
+        ConfigError for an empty list, StoreError for directories that are the same or inside each other.
+        """
         if self.nvme is None:
-            return None
+            return []
         if isinstance(self.nvme, str | os.PathLike):
-            return Path(self.nvme)
-        paths = list(self.nvme)
-        if len(paths) != 1:
+            return [Path(self.nvme)]
+        paths = [Path(path) for path in self.nvme]
+        if not paths:
             raise ConfigError(
-                f"nvme={paths!r}: this version keeps its store in one directory; give one path, on a striped volume "
-                "where there are several drives"
+                "nvme=[] names no directory: give at least one, or None to keep everything in host memory"
             )
-        return Path(paths[0])
+        check_apart(paths)
+        return paths
+
+    def rated_bytes(self) -> int | None:
+        """The drives' rating in bytes written, all together; None if unknown."""
+        if self.nvme_tbw is None:
+            return None
+        try:
+            rating = parse_size(self.nvme_tbw, what="nvme_tbw")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if not rating:
+            raise ConfigError(f"nvme_tbw={self.nvme_tbw!r}: a rating is more than zero bytes; None if it is unknown")
+        return rating
 
     def compute_device(self) -> torch.device:
         """Where forward and backward run. ConfigError for CUDA without one."""
@@ -101,7 +120,8 @@ class Tiers:
 
     def check(self) -> None:
         """Raise ConfigError for a value that cannot be."""
-        self.directory()
+        self.directories()
+        self.rated_bytes()
         self.compute_device()
         self.host_bytes()
         self.device_bytes()
@@ -118,13 +138,7 @@ def _size(value: int | float | str, of: int, what: str) -> int:
 
 
 def memory_limit() -> int:
-    """Bytes of memory this process may use: the machine's, or its cgroup's limit where that is lower."""
-    limit = int(psutil.virtual_memory().total)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limit = min(limit, int(text))
-    return limit
+    """Bytes of memory this process may use: the machine's, or its control groups' limit where that is lower."""
+    total = int(psutil.virtual_memory().total)
+    limit = cgroup.memory_limit()
+    return total if limit is None else min(total, limit)

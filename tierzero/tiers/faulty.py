@@ -51,6 +51,11 @@ class FaultyFile:
         return self.inner.path
 
     @property
+    def paths(self) -> list[str]:
+        """The paths of the file below."""
+        return self.inner.paths
+
+    @property
     def alignment(self) -> int:
         """The alignment of the file below."""
         return self.inner.alignment
@@ -112,6 +117,14 @@ class FaultyFile:
                 data = data.clone()
                 data[fault.at % data.numel()] ^= 0xFF
         await self.inner.write(offset, data)
+
+    def size(self) -> int:
+        """The size of the file below."""
+        return self.inner.size()
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut the file below."""
+        self.inner.truncate(nbytes)
 
     def preallocate(self, nbytes: int) -> None:
         """As the file below, with the planned errors."""

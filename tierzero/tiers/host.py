@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -11,10 +13,14 @@ import torch
 
 from tierzero.errors import BudgetError
 from tierzero.extents import FreeList
+from tierzero.hugepages import advice, resident
 from tierzero.layout import PAGE, round_up
 from tierzero.native import NATIVE
 from tierzero.tiers.base import aligned_empty
 
+log = logging.getLogger("tierzero")
+_PAGES_AGE = 10.0  # seconds that an account of pages is good for: the kernel walks all page tables for it
+_PAGES_LEAST = 8 << 20  # touched bytes below which page sizes make no difference
 PIECE = 64 << 30  # bytes pinned at a time: one registration of 512 GiB or more fails whatever is free
 
 
@@ -39,10 +45,11 @@ class HostArena:
     """`budget` bytes of host memory, handed out in runs of whole 4 KiB pages, first fit. Thread-safe.
 
     Pages that were never used cost nothing, unless the arena is pinned for a GPU: `pin` None pins where CUDA is
-    available. Pinning that fails is a warning, and the arena works unpinned.
+    available. Pinning that fails is a warning, and the arena works unpinned. `node`: the NUMA node that pages come from
+    while it has room, -1 for any.
     """
 
-    def __init__(self, budget: int, *, pin: bool | None = None) -> None:
+    def __init__(self, budget: int, *, pin: bool | None = None, node: int = -1) -> None:
         if budget < 0:
             raise ValueError(f"a host budget of {budget} bytes makes no sense: give zero or more")
         self.budget = budget // PAGE * PAGE
@@ -52,7 +59,9 @@ class HostArena:
         self._lock = threading.Lock()
         self._free = FreeList(self.budget)
         self._registered: list[int] = []
-        self._tensor = _memory(self.budget)
+        self._tensor = _memory(self.budget, node)
+        self._pages: tuple[bool, float, tuple[int, int]] | None = None
+        self._told = False
         if self.budget and (torch.cuda.is_available() if pin is None else pin):
             self._pin(torch.cuda.cudart())
 
@@ -80,6 +89,25 @@ class HostArena:
         with self._lock:
             self._free.give(offset, size)
             self.used -= size
+
+    def pages(self, settled: bool = True) -> tuple[int, int]:
+        """(bytes of the arena in memory, bytes of them in huge pages), at most ten seconds old.
+
+        `settled`: most of what will be used has been; if less than half of it is in huge pages, that is logged once.
+        """
+        if self._pages is None or self._pages[0] != settled or time.monotonic() > self._pages[1] + _PAGES_AGE:
+            found = resident(self._tensor.data_ptr(), self.budget) if self.budget else (0, 0)
+            self._pages = settled, time.monotonic(), found
+        touched, huge = self._pages[2]
+        if settled and touched >= _PAGES_LEAST and 2 * huge < touched and not self._told:
+            self._told = True
+            log.warning(
+                "only %d of the %d MiB of host memory in use lie in huge pages, which makes I/O slower: %s",
+                huge >> 20,
+                touched >> 20,
+                advice(),
+            )
+        return touched, huge
 
     def _pin(self, runtime: Any) -> None:
         """Register the arena with the CUDA runtime, piece by piece; all or nothing."""
@@ -119,8 +147,8 @@ def _forget_cuda_error() -> None:
             torch.empty(1, device="cuda").fill_(0)
 
 
-def _memory(nbytes: int) -> torch.Tensor:
+def _memory(nbytes: int, node: int) -> torch.Tensor:
     """Page-aligned uint8[nbytes] whose untouched pages cost nothing."""
     if NATIVE is None or nbytes == 0:
         return aligned_empty(nbytes)
-    return torch.from_numpy(NATIVE.Slab(nbytes).array())
+    return torch.from_numpy(NATIVE.Slab(nbytes, node).array())

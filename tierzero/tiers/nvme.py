@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,14 @@ class NativeEngine:
     is attached to the loop of the first `wait`, and again when that loop was closed.
     """
 
-    def __init__(self, threads: int = 4, block: int = 4 << 20) -> None:
-        self.native = _module().Engine(threads=threads, block=block)
+    def __init__(
+        self, kind: str = "auto", block: int = 8 << 20, depth: int = 16, deadline: float = 60.0, threads: int = 0
+    ) -> None:
+        """kind: "uring", "pool" (threads doing pread and pwrite), or "auto": io_uring where it works, else the pool.
+        block: bytes of one piece of a request. depth: pieces in flight per drive. deadline: seconds for one piece, then
+        its request fails with ETIMEDOUT. threads: of the pool per drive, 0 for as many as `depth`.
+        """
+        self.native = _module().Engine(kind=kind, block=block, depth=depth, threads=threads, deadline=deadline)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._waiting: dict[Any, asyncio.Future[Any]] = {}
@@ -84,7 +91,14 @@ class NativeEngine:
             except Exception as error:
                 future.set_exception(error)
 
-    def counters(self) -> dict[str, int]:
+    def register(self, buffer: torch.Tensor) -> bool:
+        """Make uint8[n] known to the kernel, for cheaper requests in it; it must live until the engine is closed.
+
+        False where that cannot be, which costs speed only.
+        """
+        return bool(self.native.register(buffer))
+
+    def counters(self) -> dict[str, Any]:
         """Bytes and requests really transferred since the engine was made, padding included."""
         return dict(self.native.counters())
 
@@ -132,13 +146,27 @@ class NativeEngine:
 class NativeFile:
     """See BlockFile.
 
-    `native` is the `_native.File`, which Steppers take. Counts whole blocks, as they are transferred.
+    `native` is the `_native.File`, which Steppers take. Counts whole blocks, as they are transferred. Several paths are
+    one file: member i has `weights[i]` of every sum(weights) stripes of `stripe` bytes.
     """
 
-    def __init__(self, path: str, engine: NativeEngine, *, direct: bool = True) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        engine: NativeEngine,
+        *,
+        direct: bool = True,
+        weights: Sequence[int] | None = None,
+        stripe: int = 0,
+    ) -> None:
+        self.paths = [path] if isinstance(path, str) else list(path)
+        self.path = self.paths[0]
         self.engine = engine
-        self.native = _module().File(path, create=True, direct=direct)
+        if len(self.paths) == 1:
+            self.native = _module().File(self.path, create=True, direct=direct)
+        else:
+            chosen = None if weights is None else list(weights)
+            self.native = _module().File(self.paths, create=True, direct=direct, weights=chosen, stripe=stripe)
         self.alignment = int(self.native.alignment)
         self.direct = bool(self.native.direct)
         self.bytes_read = 0
@@ -169,6 +197,12 @@ class NativeFile:
             return
         await self.engine.wait(self.engine.native.write(self.native, offset, data.detach()))
         self.bytes_written += round_up(data.numel(), self.alignment)
+
+    def size(self) -> int:
+        return int(self.native.size())
+
+    def truncate(self, nbytes: int) -> None:
+        self.native.truncate(nbytes)
 
     def preallocate(self, nbytes: int) -> None:
         if nbytes > self.native.size():

@@ -22,6 +22,7 @@ class PortableFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.paths = [path]
         self.bytes_read = 0
         self.bytes_written = 0
         self._idle: list[Any] = []
@@ -101,6 +102,12 @@ class PortableFile:
         for handle in self._idle:
             handle._file.close()  # the plain file below: this must work without a loop
         self._idle.clear()
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def truncate(self, nbytes: int) -> None:
+        os.ftruncate(self._fd, nbytes)
 
     def preallocate(self, nbytes: int) -> None:
         before = os.fstat(self._fd).st_size

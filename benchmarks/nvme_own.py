@@ -1,0 +1,63 @@
+"""tierzero's side of nvme.py: the engine and its memory as they come, nothing set, asked for records of 128 MiB.
+
+A question is {"kind": "read" | "write" | "mixed", "seconds": s}; the first argument is the file.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from nvme_worker import answers, serve
+
+from tierzero.bench.stream import MOST_REQUEST, Buffers, Setting, run
+from tierzero.native import NATIVE
+
+
+@dataclass
+class Named:
+    """The file as a scratch file."""
+
+    file: Any
+    size: int
+
+    def forget_cached(self) -> None:
+        """Nothing: the file is direct, which main() has seen to."""
+
+
+def main() -> None:
+    """Serve."""
+    out = answers()
+    assert NATIVE is not None, "the native extension was not built"
+    file = NATIVE.File(sys.argv[1], create=False)
+    if not file.direct:
+        raise SystemExit(f"{sys.argv[1]}: its file system refuses O_DIRECT, so the drive cannot be compared")
+    target = Named(file, file.size())
+    engine = NATIVE.Engine()
+    described = engine.describe()
+    setting = Setting(engine.name, described["block"], described["depth"])
+    buffers = Buffers([setting])
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if question["kind"] == "describe":
+            return {key: value for key, value in described.items() if key != "drives"}
+        how = {"request": MOST_REQUEST, "engine": engine}
+        if question["kind"] == "fill":
+            sample = run(setting, target, buffers, "write", nbytes=target.size, **how)
+        else:
+            sample = run(setting, target, buffers, question["kind"], seconds=question["seconds"], **how)
+        return {
+            "nbytes": sample.moved,
+            "seconds": sample.seconds,
+            "cpu": sample.cpu,
+            "huge": buffers.huge_share,
+        }
+
+    serve(answer, out)
+    engine.close()
+    file.close()
+
+
+if __name__ == "__main__":
+    main()

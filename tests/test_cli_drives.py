@@ -1,0 +1,39 @@
+"""`tierzero train` over several drives: the same losses, and the wear in the summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_process import losses, train
+
+from tierzero.native import NATIVE
+
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="stripes need the native extension")
+
+
+def test_a_run_over_two_drives_and_its_continuation_in_another_order(tmp_path: Path) -> None:
+    one, two, out, plain = (tmp_path / name for name in ("one", "two", "out", "plain"))
+    rated = ['tiers.nvme_tbw="1PB"']
+    done = train(out, "train.steps=6", f'tiers.nvme=["{one}", "{two}"]', *rated)
+    assert done.returncode == 0, done.stderr
+    assert "TB/day" in done.stdout
+    assert "days to the rated 1.00 PB" in done.stdout.replace("\n", " ")
+    assert "rating" in done.stdout.partition("\nstep ")[0]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["nvme_tbw"] == 10**15
+    assert summary["nvme_written_per_day"] > 0
+    assert 0 < summary["drive_days_left"] < 10**15
+    assert (one / "manifest.json").exists()
+    assert (two / "data.bin").exists()
+    refused = train(out, "train.steps=8", f'tiers.nvme=["{one}", "{two}"]')
+    assert refused.returncode == 2
+    assert "already holds a run" in refused.stderr
+    refused = train(out, "train.steps=8", f"tiers.nvme={two}", flags=("--resume",))
+    assert refused.returncode != 0
+    done = train(out, "train.steps=8", f'tiers.nvme=["{two}", "{one}"]', *rated, flags=("--resume",))
+    assert done.returncode == 0, done.stderr
+    assert train(plain, "train.steps=6").returncode == 0
+    assert losses(out)[:6] == losses(plain)
+    assert json.loads((plain / "summary.json").read_text())["drive_days_left"] is None

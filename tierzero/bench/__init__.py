@@ -1,0 +1,1 @@
+"""Measuring the drive: what `tierzero bench nvme` runs."""

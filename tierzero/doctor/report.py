@@ -1,0 +1,57 @@
+"""Everything that doctor looks at, collected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from tierzero.doctor import gpudirect, libraries, limits, machine, native, paths
+from tierzero.doctor.child import Child
+from tierzero.doctor.finding import Finding
+from tierzero.drives import drive_of
+
+
+@dataclass(frozen=True)
+class Report:
+    """Findings in the order they are shown: the machine's, then each path's."""
+
+    when: str
+    versions: dict[str, str]
+    paths: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        """What prevents training."""
+        return tuple(finding for finding in self.findings if finding.status == "fail")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "ok": not self.failed,
+            "when": self.when,
+            "versions": self.versions,
+            "paths": list(self.paths),
+            "findings": [dict(vars(finding)) for finding in self.findings],
+        }
+
+
+def examine(asked: Sequence[str | os.PathLike[str]]) -> Report:
+    """Look at this machine and at the drives under `asked`. Takes as long as importing torch."""
+    found_versions = libraries.versions()
+    drives = [drive_of(path) for path in dict.fromkeys(os.fspath(path) for path in asked)]
+    with Child("tierzero.doctor.libraries:torch_probe") as torch, Child("tierzero.doctor.gpudirect:probe") as direct:
+        found = [machine.kernel(), machine.processor(), machine.numa(drives), machine.memory()]
+        found += [machine.swap(), machine.overcommit(), *limits.findings(), *native.findings()]
+        outcome = torch.listen(libraries.SILENCE)
+        cuda = outcome.last("cuda")
+        gpu = bool(cuda and cuda["devices"])
+        found += [libraries.packages(found_versions), *libraries.torch_findings(outcome)]
+        found.append(gpudirect.finding(direct.listen(gpudirect.SILENCE), gpu))
+    for drive in drives:
+        found += paths.findings(drive, gpu)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return Report(when, found_versions, tuple(drive.path for drive in drives), tuple(found))

@@ -1,0 +1,215 @@
+"""What has bytes on the device: fetches and evicts units within the budget. All but `kick` runs on the loop thread.
+
+Note [pins]
+The loop thread alone decides what is resident, so its decisions need no lock. A user of a unit adds its pin first and
+looks at `residency` afterwards; an eviction leaves READY first and looks at the pins afterwards. So one of the two sees
+the other: the eviction is taken back, or the user finds the unit not READY and comes here with a demand. A unit whose
+backward may still be going on is evicted only for a demand, while whoever runs that backward waits (a hook boundary,
+where no kernel holds its bytes), never by a prefetch; a demand whose pin is gone evicts nothing any more.
+
+Note [demand]
+A prefetch never takes room that a demand could not get back: what it fetched is evictable as soon as it has arrived. So
+a demand first evicts idle units (furthest next use first), then waits for prefetches on their way, then evicts units in
+backward, oldest first (saved weights come back through the unpack hook), and only then gives up with a BudgetError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tierzero.loop import LoopThread
+from tierzero.metrics import Metrics
+from tierzero.partition import enclosing
+from tierzero.pins import Pin
+from tierzero.placement import device_too_small
+from tierzero.schedule import Trace, choose_victims, prefetch_order
+from tierzero.states import State
+from tierzero.transfer import Transfer
+from tierzero.unit import Unit
+from tierzero.updates import UpdateQueue
+
+
+class Residency:
+    """The units of one engine that have bytes. `budget` and the units' sizes are bytes; `depth` limits prefetching."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        loop: LoopThread,
+        transfer: Transfer,
+        updates: UpdateQueue,
+        metrics: Metrics,
+        trace: Trace,
+        budget: int,
+        depth: int | None,
+    ) -> None:
+        self.units = units
+        self.loop = loop
+        self.transfer = transfer
+        self.updates = updates
+        self.metrics = metrics
+        self.trace = trace
+        self.budget = budget
+        self.depth = depth
+        self.closed = False
+        self.kicked = False
+        self.demanded: Unit | None = None  # a demand for it is on its way here: a prefetch must not take its room
+        self._resident: dict[int, Unit] = {}  # has bytes: FETCHING or READY
+        self._around = enclosing([unit.module for unit in units])
+
+    async def demand(self, unit: Unit, pin: Pin, now: Any) -> None:
+        """Return when `unit` is resident or `pin` does not pin it any more. `now` is the caller's transfer.mark()."""
+        self.demanded = None
+        while unit.residency is not State.READY and pin in unit.pins:
+            if unit.residency is State.REST:
+                if self._make_room(unit):
+                    self._start(unit)
+                    continue
+                coming = next(
+                    (u for u in self._resident.values() if u.residency is State.FETCHING and not u.pins), None
+                )
+                if coming is not None:
+                    assert coming.arrival is not None
+                    await asyncio.wait([coming.arrival])
+                elif not self._force(unit, now):
+                    held = {u.name: u.layout.flat_bytes for u in self._resident.values() if u.pins}
+                    reserve = self.metrics.device_budget - self.budget
+                    raise device_too_small(unit.name, unit.layout.flat_bytes, self.budget, held, reserve)
+            else:
+                arrival = unit.arrival
+                assert arrival is not None
+                await asyncio.wait([arrival])
+                arrival.result()
+
+    def stale(self, unit: Unit) -> None:
+        """The device copy no longer equals the bytes at rest."""
+        unit.version += 1
+        if unit.residency is State.READY:
+            unit.prefetched = False
+            self._evict(unit)
+
+    def drop_unused(self) -> None:
+        """At the end of a step: what was prefetched and is not used soon after all goes, and counts as waste."""
+        for unit in list(self._resident.values()):
+            far = self.trace.next_use(unit.uid) >= len(self.units)
+            if unit.prefetched and unit.residency is State.READY and far:
+                self._evict(unit)
+
+    def kick(self) -> None:
+        """Look ahead soon, once for any number of calls. From any thread."""
+        if not self.kicked and not self.closed:
+            self.kicked = True
+            try:
+                self.loop.call(self._look_ahead)
+            except BaseException:
+                self.kicked = False
+                raise
+
+    def _look_ahead(self) -> None:
+        """Fetch what is used next, as far as the budget reaches."""
+        self.kicked = False
+        if self.closed or self.demanded is not None:
+            return  # who demands it kicks afterwards
+        sizes, keep = self._residents()
+        size_of = lambda uid: self.units[uid].layout.flat_bytes
+        upcoming, next_use = self.trace.upcoming(), self.trace.next_use
+        for fetch in prefetch_order(upcoming, sizes, size_of, self.budget, next_use, keep=keep, depth=self.depth):
+            if not all(self._evict(self._resident[uid]) for uid in fetch.victims):
+                return
+            unit = self.units[fetch.uid]
+            unit.prefetched = True
+            self.metrics.add("prefetched")
+            self._start(unit)
+
+    async def close(self) -> None:
+        """Drop every device copy; nothing is fetched any more."""
+        self.closed = True
+        for unit in list(self._resident.values()):
+            if unit.arrival is not None:
+                await asyncio.wait([unit.arrival])
+            if unit.residency is State.READY:
+                self._evict(unit, pinned_too=True)
+
+    # -- moving --------------------------------------------------------------------------------------------------------
+
+    def _residents(self) -> tuple[dict[int, int], set[int]]:
+        """(the bytes of each resident unit, those that must stay)."""
+        units = self._resident.values()
+        keep = {unit.uid for unit in units if unit.pins or unit.in_backward or unit.residency is not State.READY}
+        return {unit.uid: unit.layout.flat_bytes for unit in units}, keep
+
+    def _make_room(self, unit: Unit) -> bool:
+        while True:
+            sizes, keep = self._residents()
+            need = unit.layout.flat_bytes - (self.budget - sum(sizes.values()))
+            victims = choose_victims(sizes, need, self.trace.next_use, keep)
+            if victims is None:
+                return False
+            if all(self._evict(self._resident[uid]) for uid in victims):
+                return True
+
+    def _force(self, unit: Unit, now: Any) -> bool:
+        """Evict the unit whose backward began first; whether there was one. Units around `unit` go last: what is
+        recomputed there may use them.
+        """
+        around = self._around[unit.uid]
+        backward = [other for other in self._resident.values() if other.in_backward]
+        for other in sorted(backward, key=lambda other: (other.uid in around, other.in_backward)):
+            if other is not unit and other.residency is State.READY and not other.pins:
+                other.used_event = now if now is not None else other.used_event
+                if self._evict(other):
+                    self.metrics.add("forced_evictions")
+                    return True
+        return False
+
+    def _start(self, unit: Unit) -> None:
+        unit.become(State.FETCHING)
+        self._resident[unit.uid] = unit
+        self.metrics.device(unit.layout.flat_bytes)
+        unit.arrival = asyncio.ensure_future(self._fetch(unit))
+        unit.arrival.add_done_callback(_seen)
+
+    async def _fetch(self, unit: Unit) -> None:
+        try:
+            self.transfer.allocate(unit)
+            while True:
+                await self.updates.settled(unit)
+                version = unit.version
+                await self.transfer.load(unit)
+                if unit.version == version:
+                    break
+        except BaseException:
+            unit.become(State.REST)
+            self._forget(unit)
+            raise
+        unit.become(State.READY)
+        if not unit.pins and not self.kicked:  # else whoever waits for it kicks, after it has gone on
+            self.kicked = True
+            asyncio.get_running_loop().call_soon(self._look_ahead)
+
+    def _evict(self, unit: Unit, *, pinned_too: bool = False) -> bool:
+        """Take the bytes of a READY unit; False if somebody pins it. See Note [pins]."""
+        unit.become(State.LEAVING)
+        if unit.pins and not pinned_too:
+            unit.become(State.READY)
+            return False
+        if unit.prefetched:
+            self.metrics.add("prefetch_wasted")
+            unit.prefetched = False
+        unit.leave_backward()
+        unit.become(State.REST)
+        self._forget(unit)
+        return True
+
+    def _forget(self, unit: Unit) -> None:
+        self._resident.pop(unit.uid, None)
+        unit.arrival = None
+        self.transfer.free(unit)
+        self.metrics.device(-unit.layout.flat_bytes)
+
+
+def _seen(arrival: asyncio.Task[None]) -> None:
+    """A prefetch that failed is not reported here: the demand fetch tries again and raises."""
+    if not arrival.cancelled():
+        arrival.exception()
