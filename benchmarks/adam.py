@@ -39,7 +39,9 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
         if not line:
-            raise RuntimeError(f"DeepSpeed's process ended with {self.process.wait()}: run its command by hand to see why")
+            raise RuntimeError(
+                f"DeepSpeed's process ended with {self.process.wait()}: run its command by hand to see why"
+            )
         return line
 
     def seconds(self, case: str) -> float:
