@@ -30,8 +30,8 @@ _Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, flo
 _Segment: TypeAlias = tuple[int, int, int, str, int, str, *tuple[float, ...]]
 
 # What a state chunk is made of: (master "f32" | "split" | "none", exp_avg and exp_avg_sq "f32" | "bf16" | "u8",
-# amsgrad), or None for ("f32", "f32", "f32", False). docs/kernels.md describes each. A parameter starts at a multiple of
-# 64 elements, with "u8" of 256
+# amsgrad), or None for ("f32", "f32", "f32", False). docs/kernels.md describes each. A parameter starts at a multiple
+# of 64 elements, with "u8" of 256
 _Format: TypeAlias = tuple[str, str, str, bool] | None
 
 def checksum(data: _Array, word_offset: int = 0) -> tuple[int, int]:
@@ -264,9 +264,9 @@ class Stepper:
     """The streamed AdamW over state records: chunks are read ahead, updated and written at the same time.
 
     State layout, in a file or in memory: chunks of c = min(chunk, what is left) elements, consecutive, each of the
-    parts that `format` says, without one [master c][exp_avg c][exp_avg_sq c] float32. `buffers`: uint8[n], 4096-aligned, at
-    least 3 * (state_bytes(format, chunk, chunk) + 2 * chunk) bytes. `chunk`: elements, a multiple of 2048. `threads`
-    compute (the pipeline's own is one of them).
+    parts that `format` says, without one [master c][exp_avg c][exp_avg_sq c] float32. `buffers`: uint8[n],
+    4096-aligned, at least 3 * (state_bytes(format, chunk, chunk) + 2 * chunk) bytes. `chunk`: elements, a multiple of
+    2048. `threads` compute (the pipeline's own is one of them).
     """
 
     def __init__(
