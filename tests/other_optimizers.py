@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import Net
-from oracle import Groups, Plain, Tiered, batches, loss_of, make, same, tiers_for
+from oracle import Groups, Plain, Tiered, make, same, tiers_for
 from torch import nn
 
 import tierzero as tz
@@ -74,10 +75,27 @@ class TieredOther(Tiered):
             raise
 
 
-def roomy(model: nn.Module, placement: str, directory: Path, spare: int = 0) -> tz.Tiers:
-    """The budgets of `tiers_for`, and host memory for one unit's step and what states take beyond AdamW's."""
-    tiers = tiers_for(model, placement, directory, spare=spare)
+def roomy(model: nn.Module, placement: str, directory: Path) -> tz.Tiers:
+    """The budgets of `tiers_for` and a MiB more of host memory."""
+    tiers = tiers_for(model, placement, directory)
     return dataclasses.replace(tiers, host=int(tiers.host) + (1 << 20))
+
+
+def fitted(
+    build: Callable[[], nn.Module], placement: str | tz.Tiers, directory: Path, cls: Any, *given: Any, **hyper: Any
+) -> TieredOther:
+    """In the budgets of `tiers_for` with as much more host memory as the error names."""
+    model = build()
+    tiers = tiers_for(model, placement, directory) if isinstance(placement, str) else placement
+    for _ in range(2):
+        try:
+            return TieredOther(model, tiers, cls, *given, **hyper)
+        except tz.BudgetError as error:
+            found = re.search(r"smallest host budget that works for this is (\d+) bytes", str(error))
+            if found is None:
+                raise
+            tiers, model = dataclasses.replace(tiers, host=int(found[1])), build()
+    return TieredOther(model, tiers, cls, *given, **hyper)
 
 
 @contextmanager
@@ -93,8 +111,7 @@ def other_pair(
 ) -> Iterator[tuple[PlainOther, TieredOther]]:
     """Both, compared at the end."""
     plain = PlainOther(make(factory, dtype), cls, groups, **hyper)
-    model = make(factory, dtype)
-    run = TieredOther(model, roomy(model, placement, directory), cls, groups, **hyper)
+    run = fitted(lambda: make(factory, dtype), placement, directory, cls, groups, **hyper)
     done = False
     try:
         yield plain, run
@@ -143,4 +160,6 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-__all__ = ["Lion", "PlainOther", "TieredOther", "assert_same_states", "batches", "loss_of", "other_pair", "roomy"]
+__all__ = [
+    *("Lion", "PlainOther", "TieredOther", "assert_same_states", "fitted", "other_pair", "roomy", "states_of"),
+]

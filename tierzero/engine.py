@@ -215,6 +215,19 @@ class Engine:
             if unit.state is None and unit.layout.elements:
                 self.loop.run(self.homes.create_state(unit))
 
+        self.make_room(0, "optimizer states")
+
+    def make_room(self, nbytes: int, what: str) -> None:
+        """Set `nbytes` of the host budget aside for `what`, one step at a time by an optimizer that was not known when
+        the budget was divided. Parameters cached in host memory go to NVMe for it. BudgetError if that does not help.
+        """
+        share = self.homes.share
+        cached = [unit for unit in self.units if unit.host_flat is not None and self.store is not None]
+        share.check(nbytes - share.work, what, sum(unit.host_flat.nbytes for unit in cached if unit.host_flat))
+        while share.left < nbytes - share.work:
+            self.pager.at_rest(cached[-1], self.homes.move_out(cached.pop()))
+        share.set_aside(nbytes, what)
+
     # -- steps that begin in backward
     # ----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ of the last snapshot, the snapshot's extent is taken once more and nothing is wr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,6 +187,27 @@ class Homes:
                 return record, block
         assert self.store is not None
         return DiskRecord(self.store, f"{unit.name}/optim", nbytes, self.metrics), None
+
+    async def move_out(self, unit: Unit) -> None:
+        """Take the unit's parameters from host memory to NVMe."""
+        store, block = self.store, unit.host_flat
+        assert store is not None
+        assert block is not None
+        if unit.arrival is not None:
+            await asyncio.wait([unit.arrival])
+        if unit.ready_event is not None:
+            unit.ready_event.synchronize()  # a copy to the device may still read them
+        for region, record in list(unit.records.items()):
+            if region == "fp32" and unit.state is not None:  # the masters in its record
+                del unit.records[region]
+                continue
+            assert isinstance(record, HostRecord)
+            on_disk = DiskRecord(store, f"{unit.name}/{region}", record.nbytes, self.metrics)
+            self.metrics.add("nvme_written_expected", record.nbytes)
+            await store.put(on_disk.name, record.data)
+            unit.records[region] = on_disk
+        unit.host_flat = None
+        block.free()
 
     def publish_generic(self, unit: Unit, new: GenericState) -> None:
         """Make `new` the unit's generic state."""

@@ -43,7 +43,7 @@ class HostShare:
 
     def block(self, nbytes: int, what: str) -> Block | LooseBlock:
         """A block of uint8[nbytes] for `what`. BudgetError if the budget cannot hold it."""
-        self._check(round_up(nbytes, PAGE), what)
+        self.check(round_up(nbytes, PAGE), what)
         try:
             return self.arena.allocate(nbytes, what)
         except BudgetError:
@@ -52,13 +52,14 @@ class HostShare:
     def set_aside(self, nbytes: int, what: str) -> None:
         """Have `nbytes` of working memory, or more, for one update at a time. BudgetError if the budget has not."""
         if nbytes > self.work:
-            self._check(nbytes - self.work, what, nbytes)
+            self.check(nbytes - self.work, what)
             self.work = nbytes
 
-    def _check(self, more: int, what: str, whole: int | None = None) -> None:
-        if more > self.left:
+    def check(self, more: int, what: str, movable: int = 0) -> None:
+        """BudgetError if `what` needs `more` bytes than are left when `movable` bytes of the others are gone."""
+        if more > self.left + movable:
+            taken = self.budget - self.left - movable
             raise BudgetError(
-                f"the host budget of {self.budget} bytes cannot hold {more if whole is None else whole} for {what}: "
-                f"{self.budget - self.left} are taken. The smallest host budget that works for this is "
-                f"{self.budget - self.left + more} bytes"
+                f"the host budget of {self.budget} bytes cannot hold {more} more for {what}: {taken} are taken. The "
+                f"smallest host budget that works for this is {taken + more} bytes"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class WrappedOptimizer(TieredOptimizer):
         self.overlap = Overlap("deferred")  # knows which backward is the last one
         self.members: dict[Unit, dict[int, str | None]] = {}  # this optimizer's parameters by unit: their given names
         self._shadows: list[list[Named]] = []
-        self._recipe = Recipe(cls, hyper, [], flat)
+        self._recipe = Recipe(cls, hyper, (), flat)
         self._divides_scale = bool(hyper.get("fused"))
         self._inner = self._try(groups)
         super().__init__([self._filled(n, group) for n, group in enumerate(groups)], self._inner.defaults)
@@ -67,29 +68,24 @@ class WrappedOptimizer(TieredOptimizer):
 
     def _try(self, more: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The class over tiny parameters, with groups added that are as `more`; TierzeroError if it does not fit."""
-        recipe, before = self._recipe, len(self._shadows)
-        flat = recipe.flat
-        try:
-            for group in more:
-                one = group["params"]
-                one = group["params"] = [one] if isinstance(one, torch.Tensor) else list(one)
-                named = [item if isinstance(item, tuple) else (None, item) for item in one]
-                for index, (_, param) in enumerate(named):
-                    self._place(param, index)
-                self._shadows.append([(name, tiny(param)) for name, param in named])
-                recipe.given.append({key: value for key, value in group.items() if key != "params"})
-            recipe.flat = flat and len(self._shadows) == 1
-            inner = recipe.build(self._shadows)
-            if [len(group["params"]) for group in inner.param_groups] == [len(one) for one in self._shadows]:
-                check_behaviour(recipe, self._shadows, [values_of(group) for group in inner.param_groups])
-                return inner
+        shadows, given = list(self._shadows), list(self._recipe.given)
+        for group in more:
+            one = group["params"]
+            one = group["params"] = [one] if isinstance(one, torch.Tensor) else list(one)
+            named = [item if isinstance(item, tuple) else (None, item) for item in one]
+            for index, (_, param) in enumerate(named):
+                self._place(param, index)
+            shadows.append([(name, tiny(param)) for name, param in named])
+            given.append({key: value for key, value in group.items() if key != "params"})
+        recipe = replace(self._recipe, given=tuple(given), flat=self._recipe.flat and len(given) == 1)
+        inner = recipe.build(shadows)
+        if [len(group["params"]) for group in inner.param_groups] != [len(one) for one in shadows]:
             raise TierzeroError(
                 f"{recipe.cls.__name__} cannot be wrapped: it makes parameter groups of its own from those it gets"
             )
-        except BaseException:
-            recipe.flat = flat
-            del self._shadows[before:], recipe.given[before:]
-            raise
+        check_behaviour(recipe, shadows, [values_of(group) for group in inner.param_groups])
+        self._shadows, self._recipe = shadows, recipe
+        return inner
 
     def _filled(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
         """A group with all that the class has made of it."""
@@ -97,6 +93,7 @@ class WrappedOptimizer(TieredOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. Raises as wrap_optimizer does."""
+        before = self._shadows, self._recipe, self._inner
         if self._grown:
             param_group = dict(param_group)
             self._inner = self._try([param_group])
@@ -109,7 +106,8 @@ class WrappedOptimizer(TieredOptimizer):
             self._check_kept(places)
         except BaseException:
             if self._grown:
-                del self._shadows[-1], self._recipe.given[-1], self.param_groups[len(self._shadows) :]
+                self._shadows, self._recipe, self._inner = before
+                del self.param_groups[len(self._shadows) :]
             raise
         for (unit, index), name in zip(places, names, strict=True):
             if unit.layout.places[index].elem >= 0:
@@ -135,9 +133,14 @@ class WrappedOptimizer(TieredOptimizer):
             for unit, index in map(home_of, group["params"]):
                 if unit.layout.places[index].elem >= 0:
                     numbers.setdefault(unit, {})[index] = number
+        kept: dict[Any, int] = {}
         for unit, mine in numbers.items():
-            need = work_bytes(unit, expected_bytes(self._recipe, unit.layout, mine, now))
-            unit.owner.homes.share.set_aside(need, f"one step of unit {unit.name} by {self._recipe.cls.__name__}")
+            state = expected_bytes(self._recipe, unit.layout, mine, now)
+            unit.owner.make_room(work_bytes(unit, state), f"a step by {self._recipe.cls.__name__} of unit {unit.name}")
+            kept[unit.owner] = kept.get(unit.owner, 0) + (0 if unit.generic is not None else state)
+        for owner, nbytes in kept.items():
+            if owner.store is None:
+                owner.homes.share.check(nbytes, f"the states and masters of {self._recipe.cls.__name__}")
 
     def __repr__(self) -> str:
         return super().__repr__().replace(type(self).__name__, f"wrap_optimizer({self._recipe.cls.__name__})", 1)

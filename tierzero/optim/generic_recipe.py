@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tierzero.errors import TierzeroError
-from tierzero.layout import UnitLayout
+from tierzero.generic import ALIGN
+from tierzero.layout import UnitLayout, round_up
 
 Named = tuple[str | None, nn.Parameter]
 Values = dict[str, Any]  # of a group, without its parameters
@@ -25,13 +26,15 @@ def values_of(group: dict[str, Any]) -> Values:
     }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
-    """An optimizer class with the arguments and groups that the user gave; `flat`: a plain list of parameters."""
+    """An optimizer class with the arguments and groups that the user gave; `flat`: a plain list of parameters. Queued
+    updates keep the one they were made with.
+    """
 
     cls: type[torch.optim.Optimizer]
     hyper: dict[str, Any]
-    given: list[Values]
+    given: tuple[Values, ...]
     flat: bool
 
     @property
@@ -71,22 +74,24 @@ class Recipe:
 
 
 def expected_bytes(recipe: Recipe, layout: UnitLayout, numbers: dict[int, int], now: Sequence[Values]) -> int:
-    """Bytes of state that the class will keep for the parameters `numbers` of a unit: it steps tensors that have no
-    values. Zero where it cannot do that.
+    """Bytes that the class will keep for the parameters `numbers` of a unit, float32 masters of 16-bit ones among them:
+    it steps tensors that have no values. Where it cannot do that, two moments are taken for granted.
     """
+    specs = {index: layout.places[index].spec for index in numbers}
+    masters = sum(4 * spec.numel for spec in specs.values() if spec.dtype != "f32")
     groups: list[list[Named]] = [[] for _ in now]
     for index, number in numbers.items():
-        param = nn.Parameter(torch.empty(layout.places[index].spec.shape, device="meta"))
+        param = nn.Parameter(torch.empty(specs[index].shape, device="meta"))
         param.grad = torch.empty_like(param)
         groups[number].append((None, param))
     try:
         states = recipe.step(groups, now, [[{} for _ in one] for one in groups])
     except Exception:
-        return 0
-    return sum(
-        value.numel() * value.element_size()
+        return masters + sum(8 * spec.numel for spec in specs.values())
+    return masters + sum(
+        round_up(value.numel() * value.element_size(), ALIGN)
         for one in states
         for state in one
         for value in state.values()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and value.dim()
     )

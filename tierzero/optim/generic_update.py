@@ -2,10 +2,10 @@
 
 Note [one unit at a time]
 An update reads the unit's generic record, the masters and the gradients, lets the user's class step them, and writes
-new versions of what changed. Records in host memory change only as it is published, so an update that failed has changed
-nothing. Its working memory is one unit's: float32 masters and gradients (8 bytes per parameter), the generic record
-(the state, and 4 bytes per 16-bit parameter), the unit's parameters where they lie on NVMe, its state record of AdamW
-where it has one (12 bytes), and what the class itself allocates, which nobody can know.
+new versions of what changed. Records in host memory change only as it is published, so an update that failed has
+changed nothing. Its working memory is one unit's: float32 masters and gradients (8 bytes per parameter), the generic
+record (the state, and 4 bytes per 16-bit parameter), the parameters, the state record of AdamW where the unit has one
+(12 bytes), and what the class itself allocates, which nobody can know.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from tierzero.tiers.base import aligned_empty, settle
 from tierzero.unit import Unit
 
 
-def work_bytes(unit: Unit, state: int) -> int:
-    """Working memory of one update of `unit` whose states take `state` bytes. See Note [one unit at a time]."""
+def work_bytes(unit: Unit, record: int) -> int:
+    """Working memory of one update of `unit` with a generic record of `record` bytes. See Note [one unit at a time]."""
     layout = unit.layout
-    low = sum(place.spec.numel for place in layout.places if place.region == "param")
-    total = 8 * layout.elements + state + 4 * low
-    total += sum(record.nbytes for name, record in unit.records.items() if record.on_disk and name != "frozen")
-    return total + (layout.state_bytes if unit.state is not None else 0)
+    params = sum(one.nbytes for name, one in unit.records.items() if name != "frozen")
+    return 8 * layout.elements + record + params + (layout.state_bytes if unit.state is not None else 0)
 
 
 @dataclass
