@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tierzero.optim.adamw import AdamW as AdamW
     from tierzero.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from tierzero.optim.generic import wrap_optimizer as wrap_optimizer
+    from tierzero.optim.scaler import GradScaler as GradScaler
     from tierzero.planner import plan as plan
     from tierzero.tiers.config import Tiers as Tiers
 
@@ -34,6 +35,7 @@ _HOMES = {
     "tierzero.optim.adamw": "AdamW",
     "tierzero.optim.clip": "clip_grad_norm_",
     "tierzero.optim.generic": "wrap_optimizer",
+    "tierzero.optim.scaler": "GradScaler",
     "tierzero.planner": "plan",
     "tierzero.tiers.config": "Tiers",
     "tierzero.errors": "BudgetError ConfigError NonFiniteGradientError PagedOutError StoreBusyError StoreCorruptError "

@@ -303,15 +303,16 @@ class Unit:
             self.coef[index], self.unscaled[index] = coef, unscaled
         return view
 
-    def fold_clip(self, index: int, *, clip: bool = True) -> None:
-        """Scale a gradient by what waits for a step (the inverse loss scale, and with `clip` the clip coefficient), as
-        the plain loop would have done at once.
+    def fold_clip(self, index: int, *, clip: bool = True, scale: bool = True) -> None:
+        """Scale a gradient by what waits for a step (the clip coefficient, the inverse loss scale), as the plain loop
+        would have done at once.
         """
-        view, factor = self.grad_views[index], self.unscaled[index] * (self.coef[index] if clip else 1.0)
-        if factor != 1.0 and view is not None:
-            self.own_grads()
-            view.mul_(factor)
-            self.unscaled[index], self.coef[index] = 1.0, 1.0 if clip else self.coef[index]
+        view = self.grad_views[index]
+        for waits, factors in ((scale, self.unscaled), (clip, self.coef)):
+            if waits and factors[index] != 1.0 and view is not None:
+                self.own_grads()
+                view.mul_(factors[index])
+                factors[index] = 1.0
 
 
 class ParamSource:

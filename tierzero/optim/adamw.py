@@ -76,7 +76,7 @@ class AdamW(TieredOptimizer):
                 loss = closure()
         for group in self.param_groups:
             _check_group(group)
-        work = self._work()
+        work = self.work()
         owners = self._owners(work)
         for owner in owners:
             mine = [unit for unit in work if unit.owner is owner]

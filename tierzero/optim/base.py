@@ -49,7 +49,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         return unit, k
 
-    def _work(self) -> dict[Unit, dict[int, int]]:
+    def work(self) -> dict[Unit, dict[int, int]]:
         """The parameters that have gradients, by unit and index there: the number of their group."""
         work: dict[Unit, dict[int, int]] = {}
         for number, group in enumerate(self.param_groups):
@@ -76,9 +76,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             return
-        for unit, indices in work.items():
-            for index in indices:
-                unscale(unit, index, scale, divide=self._divides_scale)
+        inverse = None if self._divides_scale else float(scale.double().reciprocal().float())
+        unscale(work, float(scale), inverse)
 
     def restored(self) -> None:
         """A snapshot has put the units' states back."""
@@ -105,27 +104,27 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
 
-def unscale(unit: Unit, index: int, by: torch.Tensor, *, divide: bool) -> None:
-    """Divide one gradient by a loss scale, now or as it is stepped. See Note [loss scaling]."""
-    view, scale = unit.grad_views[index], float(by)
-    assert view is not None
-    if scale == 1.0:
-        return
-    if view.dtype == torch.float32:
-        unit.fold_clip(index)
-        unit.own_grads()
-        unit.finish_grads()
-        view.div_(scale) if divide else view.mul_(by.cpu().double().reciprocal().float())
+def unscale(work: dict[Unit, dict[int, int]], scale: float, inverse: float | None) -> None:
+    """Divide gradients by a loss scale, or multiply them by its inverse, now or as they are stepped. See Note [loss
+    scaling].
+    """
+    for unit, index in ((unit, index) for unit, indices in work.items() for index in indices):
+        view = unit.grad_views[index]
+        if view is None or scale == 1.0:
+            continue
         unit.norms = None
-    elif math.frexp(scale)[0] == 0.5:
-        unit.unscaled[index] /= scale
-        unit.norms = None
-    else:
-        raise TierzeroError(
-            f"the loss scale {scale} of the GradScaler is not a power of two, so the {view.dtype} gradient of "
-            f"{unit.names[index]} cannot be unscaled exactly: use powers of two for init_scale, growth_factor and "
-            "backoff_factor, as torch does by default"
-        )
+        if view.dtype == torch.float32:
+            unit.fold_clip(index)
+            unit.own_grads()
+            view.div_(scale) if inverse is None else view.mul_(inverse)
+        elif math.frexp(scale)[0] == 0.5:
+            unit.unscaled[index] /= scale
+        else:
+            raise TierzeroError(
+                f"the loss scale {scale} of the GradScaler is not a power of two, so the {view.dtype} gradient of "
+                f"{unit.names[index]} cannot be unscaled exactly: use powers of two for init_scale, growth_factor and "
+                "backoff_factor, as torch does by default"
+            )
 
 
 def home_of(param: torch.Tensor) -> tuple[Unit, int]:

@@ -154,7 +154,7 @@ class WrappedOptimizer(TieredOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._work()
+        work = self.work()
         owners = self._owners(work)
         for owner in owners:
             mine = [unit for unit in work if unit.owner is owner]
