@@ -40,6 +40,31 @@ TZ_AVX2 inline void store8(char* p, __m256 f) {
     }
 }
 
+struct Avx2Lanes {
+    using F = __m256;
+    static constexpr std::size_t kWidth = 8;
+    TZ_AVX2 static F load(const float* p) { return _mm256_loadu_ps(p); }
+    TZ_AVX2 static void store(float* p, F f) { _mm256_storeu_ps(p, f); }
+    template <Dtype T>
+    TZ_AVX2 static F load_as(const char* p) {
+        return load8<T>(p);
+    }
+    template <Dtype T>
+    TZ_AVX2 static void store_as(char* p, F f) {
+        store8<T>(p, f);
+    }
+    TZ_AVX2 static F all(float f) { return _mm256_set1_ps(f); }
+    TZ_AVX2 static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    TZ_AVX2 static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    TZ_AVX2 static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    TZ_AVX2 static F div(F a, F b) { return _mm256_div_ps(a, b); }
+    TZ_AVX2 static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    TZ_AVX2 static F sqrt(F a) { return _mm256_sqrt_ps(a); }
+    TZ_AVX2 static F larger(F x, F v) {  // NaN if either is; maxps gives its second operand then
+        return _mm256_blendv_ps(_mm256_max_ps(x, v), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    }
+};
+
 }  // namespace tz
 
 #endif

@@ -43,8 +43,28 @@ bool direct_reads(const std::string& path) {
     return ok;
 }
 
-// Writes one aligned block and reads it back through O_DIRECT, on a nameless neighbour of `path`. IoFailure
-// where that cannot be tried for want of descriptors.
+// Whether one aligned block that is written through `fd` (O_DIRECT) comes back through it.
+bool block_returns(int fd) {
+    Slab block(2 * kPage);
+    std::memset(block.data(), 0x5a, kPage);
+    const ssize_t put = retry([&] { return ::pwrite(fd, block.data(), kPage, 0); });
+    if (put < 0 && (errno == ENOSPC || errno == EDQUOT)) return true;  // otherwise it would have been taken
+    return put == static_cast<ssize_t>(kPage) &&
+           retry([&] { return ::pread(fd, block.data() + kPage, kPage, 0); }) == put &&
+           std::memcmp(block.data(), block.data() + kPage, kPage) == 0;
+}
+
+// The same on the file itself, which is empty and stays so.
+bool direct_works_on_empty(const std::string& path) {
+    const int fd = open_retry(path, O_RDWR | O_CLOEXEC | O_DIRECT, 0);
+    if (fd < 0) return false;
+    const bool ok = block_returns(fd);
+    const bool empty = retry([&] { return ::ftruncate(fd, 0); }) == 0;
+    ::close(fd);
+    return ok && empty;
+}
+
+// The same on a nameless neighbour of `path`. IoFailure where that cannot be tried for want of descriptors.
 bool direct_works(const std::string& path) {
     const std::string probe = path + ".probe-" + std::to_string(getpid());
     const int fd = open_retry(probe, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
@@ -56,13 +76,7 @@ bool direct_works(const std::string& path) {
         return (code == EACCES || code == EPERM) && direct_reads(path);  // the directory is another's
     }
     ::unlink(probe.c_str());
-    Slab block(2 * kPage);
-    std::memset(block.data(), 0x5a, kPage);
-    const ssize_t put = retry([&] { return ::pwrite(fd, block.data(), kPage, 0); });
-    const bool full = put < 0 && (errno == ENOSPC || errno == EDQUOT);  // otherwise it would have been taken
-    const bool ok = full || (put == static_cast<ssize_t>(kPage) &&
-                             retry([&] { return ::pread(fd, block.data() + kPage, kPage, 0); }) == put &&
-                             std::memcmp(block.data(), block.data() + kPage, kPage) == 0);
+    const bool ok = block_returns(fd);
     ::close(fd);
     return ok;
 }
@@ -110,7 +124,8 @@ void Member::identify(bool direct) {
     struct stat st{};
     if (::fstat(fd_, &st) != 0 || !(S_ISREG(st.st_mode) || S_ISBLK(st.st_mode)))
         throw IoFailure(EINVAL, "not a regular file", path_);
-    if (direct && (S_ISBLK(st.st_mode) ? direct_reads(path_) : direct_works(path_))) {
+    const auto works = S_ISBLK(st.st_mode) ? direct_reads : st.st_size ? direct_works : direct_works_on_empty;
+    if (direct && works(path_)) {
         const int again = open_retry(path_, O_RDWR | O_CLOEXEC | O_DIRECT, 0);
         if (again < 0) fail(errno, "cannot open for direct I/O");
         ::close(fd_);

@@ -50,6 +50,7 @@ def test_a_pass_writes_every_byte_once(tmp_path: Path, engine: str, paths: int) 
 @needs_native
 def test_a_scratch_file_never_takes_an_existing_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda n: "same")
+    monkeypatch.setattr("os.O_TMPFILE", 0)  # as where nameless files are refused
     taken = tmp_path / f".tierzero-bench-{os.getpid()}-same"
     taken.write_text("yours")
     with pytest.raises(FileExistsError):
