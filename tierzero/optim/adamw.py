@@ -17,6 +17,14 @@ from tierzero.records import StateRecord
 from tierzero.unit import Unit
 from tierzero.updates import Guess, Update
 
+_WRAP = "use tierzero.wrap_optimizer(torch.optim.AdamW, params, ...), which is slower"
+_REFUSED = {
+    "amsgrad": _WRAP,
+    "maximize": _WRAP,
+    "capturable": "a step that reads and writes tiers cannot be part of a CUDA graph",
+    "differentiable": "nothing can be differentiated through a step whose tensors are paged out",
+}
+
 
 class AdamW(TieredOptimizer):
     """Decoupled weight decay Adam (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), bit-equal to
@@ -31,6 +39,8 @@ class AdamW(TieredOptimizer):
     results are the same to the last bit.
 
     `params`: parameters of an offloaded model, or groups of them. Frozen ones may be among them.
+    `foreach` and `fused` choose nothing here, where steps are always those of torch's fused kernel; they go into state
+    dicts, for torch.optim.AdamW. The other options of that class are refused when they are on.
     """
 
     def __init__(
@@ -41,13 +51,21 @@ class AdamW(TieredOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = True,
         max_skipped_steps: int = 10,
         overlap: Mode = "auto",
     ) -> None:
         self.overlap = Overlap(overlap)
         self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}  # this optimizer's parameters by unit
         self.max_skipped_steps = max_skipped_steps
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        theirs = {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
+        theirs |= {"differentiable": differentiable, "fused": fused}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **theirs})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; state records are created for the units that hold them."""
@@ -159,22 +177,30 @@ class AdamW(TieredOptimizer):
                 self.state[unit.rest[index]]["step"].fill_(unit.steps[index])
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters, steps and moments from a state dict of this class or of torch.optim.AdamW (same
-        parameters in the same order).
-        """
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Hyper-parameters, steps and moments, from a state dict of this class or of torch.optim.AdamW."""
         saved, groups = state_dict["state"], state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
                 "the state dict has other parameter groups than this optimizer: build it over the same parameters in "
                 "the same groups"
             )
-        for group, other in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in other.items() if key in group and key != "params"})
+        merged = [
+            {key: other.get(key, value) for key, value in group.items() if key != "params"}
+            for group, other in zip(self.param_groups, groups, strict=True)
+        ]
+        for values in merged:
+            _check_group(values)
+        for group, values, other in zip(self.param_groups, merged, groups, strict=True):
+            group.update(values)
             for param, key in zip(group["params"], other["params"], strict=True):
-                values = saved.get(key)
-                if values is None or param not in self.state:
+                if param not in self.state:
                     continue
+                values = saved.get(key)
+                if values is None:  # it was never stepped there
+                    values = {"step": 0}
+                    if self.state[param]["step"] != 0:
+                        values |= {name: torch.zeros(param.shape) for name in ("exp_avg", "exp_avg_sq")}
                 for name in ("exp_avg", "exp_avg_sq", "master"):
                     if name in values and name in self.state[param]:
                         self.state[param][name].copy_(values[name])
@@ -234,6 +260,6 @@ def _check_group(group: dict[str, Any]) -> None:
     for beta in group["betas"]:
         if not 0 <= float(beta) < 1:
             raise ValueError(f"betas must lie in [0, 1), got {tuple(group['betas'])}")
-    for name in ("amsgrad", "maximize"):
+    for name, instead in _REFUSED.items():
         if group.get(name):
-            raise TierzeroError(f"{name}=True is not supported by tierzero.AdamW; leave it out")
+            raise TierzeroError(f"{name}=True is not supported by tierzero.AdamW; {instead}")

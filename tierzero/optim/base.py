@@ -79,6 +79,29 @@ class TieredOptimizer(torch.optim.Optimizer):
         inverse = None if self._divides_scale else float(scale.double().reciprocal().float())
         unscale(work, float(scale), inverse)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: hyper-parameters, and states by number of the parameter. Large tensors are at rest; saving reads
+        them one at a time.
+        """
+        found = super().state_dict()
+        return {**found, "state": {key: _apart(state) for key, state in found["state"].items()}}
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """What load_state_dict does between its hooks."""
+        super().load_state_dict(state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take hyper-parameters and states from a state dict of this class or of torch's own (same parameters in the
+        same order).
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
     def restored(self) -> None:
         """A snapshot has put the units' states back."""
 
@@ -102,6 +125,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             f"{type(self).__name__} cannot be copied or pickled, its state lies in the tiers of one model: save "
             "optimizer.state_dict() and load_state_dict() it into an optimizer of the other model"
         )
+
+
+def _apart(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the tensors that go on counting here; torch's optimizers take over what they are given."""
+    return {key: value.clone() if type(value) is torch.Tensor else value for key, value in state.items()}
 
 
 def unscale(work: dict[Unit, dict[int, int]], scale: float, inverse: float | None) -> None:

@@ -213,14 +213,8 @@ class WrappedOptimizer(TieredOptimizer):
             )
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters and states from a state dict of this class or of the wrapped one (same parameters in
-        the same order).
-        """
-        state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Hyper-parameters and states, from a state dict of this class or of the wrapped one."""
         inner = self._recipe.build(self._shadows)
         inner.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, loaded in zip(self.param_groups, inner.param_groups, strict=True):
@@ -236,8 +230,6 @@ class WrappedOptimizer(TieredOptimizer):
         for unit, states in work.items():
             places = {index: numbers[id(unit.rest[index])] for index in states}
             load_unit(unit, self._recipe, now, places, self.members[unit], states)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
 
 def _at_rest(unit: Unit, index: int, kept: Kept) -> dict[str, Any]:
