@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import Net
 from oracle import HYPER, batches, loss_of, make, same, tiers_for, train_both
-from other_optimizers import Lion, PlainOther, assert_same_states, fitted, other_pair, roomy, states_of
+from other_optimizers import Lion, PlainOther, TieredOther, assert_same_states, fitted, other_pair, roomy, states_of
 from pairs import backward_both, step_both
 from torch import nn, optim
 
@@ -166,11 +166,9 @@ def test_commit_and_resume(cls: Any, dtype: torch.dtype, placement: str, tmp_pat
         run = fitted(lambda: make(Net, dtype, seed=3), tiers, tmp_path, cls, resume=True, lr=1e-2)
         assert tz.restore(run.model, run.optimizer) == {"step": 3}
         assert_same_states(run, plain)
-    try:
-        with pytest.raises(tz.TierzeroError, match="was made by"):
-            tz.wrap_optimizer(optim.RAdam, run.model.parameters())
-    finally:
-        run.engine.close()
+    run.engine.close()
+    with pytest.raises(tz.TierzeroError, match="resume with the optimizer that wrote the snapshot"):
+        TieredOther(make(Net, dtype), tiers, optim.RAdam, resume=True)
 
 
 @pytest.mark.parametrize(("dtype", "placement"), PLACES)
@@ -243,6 +241,16 @@ def test_closure_groups_and_hooks(tmp_path: Path) -> None:
                 copying(optimizer)
         with pytest.raises(tz.TierzeroError, match="cannot be assigned"):
             optimizer.state = {}
+
+
+def test_another_optimizer_starts_anew(tmp_path: Path) -> None:
+    """As in torch: with its own state, from the masters as they are."""
+    with other_pair(tmp_path, optim.SGD, dtype=torch.bfloat16, **MOMENTUM) as (plain, run):
+        train_both([("", run)], plain, 2)
+        for cls in (optim.Adam, optim.Adam, optim.RMSprop):
+            plain.optimizer = cls(list(plain.masters.values()), lr=1e-3)
+            run.optimizer = tz.wrap_optimizer(cls, run.model.parameters(), lr=1e-3)
+            train_both([(cls.__name__, run)], plain, 2)
 
 
 def test_masters_follow_changed_parameters(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class Kept:
     made_by: str
     master: Any = None
     values: dict[str, Any] = field(default_factory=dict)
+    resumed: bool = False  # from a snapshot, for an optimizer that has not been built yet
 
     def tensors(self) -> Iterator[Any]:
         """Everything that lies in the record, in the order in which it lies there."""
@@ -115,6 +116,7 @@ def kept_from(described: dict[str, Any]) -> dict[int, Kept]:
             one["made_by"],
             None if one["master"] is None else _from_json(one["master"]),
             {name: _from_json(value) for name, value in one["values"].items()},
+            resumed=True,
         )
         for index, one in described["kept"].items()
     }
@@ -137,6 +139,7 @@ def lay_out(drafts: dict[int, Kept]) -> tuple[dict[int, Kept], int]:
             draft.made_by,
             None if draft.master is None else slot(draft.master),
             {name: slot(value) for name, value in draft.values.items()},
+            draft.resumed,
         )
         for index, draft in sorted(drafts.items())
     }
@@ -169,7 +172,7 @@ def drafts_of(raw: torch.Tensor, kept: dict[int, Kept]) -> dict[int, Kept]:
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     return {
-        index: Kept(one.made_by, real(one.master), {name: real(value) for name, value in one.values.items()})
+        index: Kept(one.made_by, real(one.master), {n: real(value) for n, value in one.values.items()}, one.resumed)
         for index, one in kept.items()
     }
 

@@ -63,6 +63,7 @@ class WrappedOptimizer(TieredOptimizer):
         super().__init__([self._filled(n, group) for n, group in enumerate(groups)], self._inner.defaults)
         self._grown = True
         self._make_room()
+        self._claim(self.param_groups)
 
     _grown = False  # past the constructor
 
@@ -115,11 +116,24 @@ class WrappedOptimizer(TieredOptimizer):
                 unit.owner.optimizers.add(self)
         if self._grown:
             self._make_room()
+            self._claim([group])
+
+    def _claim(self, groups: list[dict[str, Any]]) -> None:
+        """Take over the states that a snapshot has of this optimizer's parameters; those that another optimizer left
+        are forgotten, because a new one starts anew.
+        """
+        for unit, index in (home_of(param) for group in groups for param in group["params"]):
+            unit.owner.pager.settle(unit, keep_guess=True)
+            kept = unit.generic.kept.get(index) if unit.generic is not None else None
+            if kept is not None and not kept.resumed:
+                kept.values.clear()
+            elif kept is not None:
+                kept.resumed = False
 
     def _check_kept(self, places: list[tuple[Unit, int]]) -> None:
         for unit, index in places:
             kept = unit.generic.kept.get(index) if unit.generic is not None else None
-            if kept is not None and kept.values and kept.made_by != self._recipe.name:
+            if kept is not None and kept.resumed and kept.values and kept.made_by != self._recipe.name:
                 raise TierzeroError(
                     f"the state of {unit.names[index]} was made by {kept.made_by} and this is {self._recipe.name}: "
                     "resume with the optimizer that wrote the snapshot"
