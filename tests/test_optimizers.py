@@ -251,6 +251,39 @@ def test_another_optimizer_starts_anew(tmp_path: Path) -> None:
             plain.optimizer = cls(list(plain.masters.values()), lr=1e-3)
             run.optimizer = tz.wrap_optimizer(cls, run.model.parameters(), lr=1e-3)
             train_both([(cls.__name__, run)], plain, 2)
+        plain.optimizer = optim.AdamW(list(plain.masters.values()), fused=True, **HYPER)
+        run.optimizer = tz.AdamW(run.model.parameters(), **HYPER)
+        train_both([("AdamW", run)], plain, 2)
+        plain.optimizer = optim.SGD(list(plain.masters.values()), **MOMENTUM)
+        run.optimizer = tz.wrap_optimizer(optim.SGD, run.model.parameters(), **MOMENTUM)
+        train_both([("AdamW", run)], plain, 2)
+
+
+def test_named_parameters(tmp_path: Path) -> None:
+    """Their names reach the class and the state dict."""
+    named = lambda model: list(model.named_parameters())[::2]
+    seen: set[str] = set()
+
+    class Reading(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.update(name for group in self.param_groups for name in group.get("param_names", ()))
+            return super().step(closure)
+
+    model, plain = make(Net), make(Net)
+    theirs = Reading(named(plain), **MOMENTUM)
+    tz.offload(model, roomy(model, "nvme", tmp_path))
+    try:
+        mine = tz.wrap_optimizer(Reading, named(model), **MOMENTUM)
+        for ids in batches(3):
+            for each, optimizer in ((plain, theirs), (model, mine)):
+                loss_of(each, ids).backward()
+                optimizer.step()
+                each.zero_grad()
+        assert mine.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+        assert all(same(a.read(), b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert seen == {name for name, _ in named(plain)}
+    finally:
+        tz.close(model)
 
 
 def test_masters_follow_changed_parameters(tmp_path: Path) -> None:

@@ -213,6 +213,7 @@ class Engine:
         """Create the state records that do not exist yet: master from the parameters, zero moments."""
         for unit in self.units:
             if unit.state is None and unit.layout.elements:
+                self.pager.settle(unit)  # another optimizer may be changing its masters
                 self.loop.run(self.homes.create_state(unit))
 
         self.make_room(0, "optimizer states")

@@ -21,6 +21,7 @@ from torch import nn
 from tierzero.generic import GenericState, Kept, drafts_of, fill, in_place, lay_out
 from tierzero.homes import Homes
 from tierzero.layout import state_pieces
+from tierzero.malloc import trim
 from tierzero.optim.generic_recipe import Named, Recipe, Values
 from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.tiers.base import aligned_empty, settle
@@ -58,6 +59,7 @@ class GenericUpdate:
 
     async def compute(self) -> list[Change]:
         async with self.homes.share.turn:
+            await settle(asyncio.ensure_future(asyncio.to_thread(trim)))  # what the update before this one left
             return await self._compute()
 
     def publish(self, fresh: list[Change]) -> None:
