@@ -103,7 +103,7 @@ def other_pair(
     directory: Path,
     cls: Any,
     *,
-    placement: str = "nvme",
+    placement: str | tz.Tiers = "nvme",
     dtype: torch.dtype = torch.float32,
     factory: Any = Net,
     groups: Groups | None = None,

@@ -245,7 +245,8 @@ def test_closure_groups_and_hooks(tmp_path: Path) -> None:
 
 def test_another_optimizer_starts_anew(tmp_path: Path) -> None:
     """As in torch: with its own state, from the masters as they are."""
-    with other_pair(tmp_path, optim.SGD, dtype=torch.bfloat16, **MOMENTUM) as (plain, run):
+    tiers = roomy(make(Net, torch.bfloat16), "nvme", tmp_path)
+    with other_pair(tmp_path, optim.SGD, placement=tiers, dtype=torch.bfloat16, **MOMENTUM) as (plain, run):
         train_both([("", run)], plain, 2)
         for cls in (optim.Adam, optim.Adam, optim.RMSprop):
             plain.optimizer = cls(list(plain.masters.values()), lr=1e-3)

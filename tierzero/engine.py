@@ -134,6 +134,8 @@ class Engine:
             for unit, part in zip(self.units, parts, strict=True):
                 self._move(unit, part)
                 moved.append(unit)
+            for unit in self.units if self.store is not None and self.store.resumed is not None else []:
+                self.loop.run(self.homes.reopen_generic(unit))
         except BaseException:
             for unit in moved:  # a failure leaves the model as it was
                 give_back(unit, self.loop)

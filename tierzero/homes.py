@@ -22,9 +22,9 @@ from tierzero.layout import STATE_BYTES
 from tierzero.manifest import Snapshot
 from tierzero.metrics import Metrics
 from tierzero.records import DiskRecord, HostRecord, StateRecord
-from tierzero.share import HostShare
+from tierzero.share import HostShare, LooseBlock
 from tierzero.store import Store
-from tierzero.tiers.host import HostArena
+from tierzero.tiers.host import Block, HostArena
 from tierzero.unit import Unit
 
 
@@ -69,8 +69,8 @@ class Homes:
     async def create_state(self, unit: Unit) -> None:
         layout, chunk = unit.layout, self.chunk
         name = f"{unit.name}/state"
-        if unit.state_host:
-            block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
+        block = self._state_block(unit, layout.state_bytes)
+        if block is not None:
             record = HostRecord(block.tensor[: layout.state_bytes])
             record.data.zero_()
             state = StateRecord(record, layout.elements, chunk)
@@ -130,8 +130,8 @@ class Homes:
         if name in store.current:
             on_disk = DiskRecord(store, name, layout.state_bytes, self.metrics)
             unit.state = StateRecord(on_disk, layout.elements, self.chunk)
-            if unit.state_host:
-                block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
+            block = self._state_block(unit, layout.state_bytes)
+            if block is not None:
                 record = HostRecord(block.tensor[: layout.state_bytes])
                 await on_disk.read(0, record.data)
                 self._note(name, record)
@@ -158,10 +158,19 @@ class Homes:
                 )
         if unit.state is not None and not unit.state.on_disk:
             store.remove(name)
-        assert store.resumed is not None
-        described = store.resumed.meta["engine"].get("generic", {}).get(unit.name)
-        if described is not None:
-            await self._reopen_generic(unit, described)
+
+    def _state_block(self, unit: Unit, nbytes: int) -> Block | LooseBlock | None:
+        """Host memory for optimizer state of the unit, or None for NVMe: what was meant for it may be taken by an
+        optimizer that was not known then.
+        """
+        if not unit.state_host:
+            return None
+        try:
+            return self.share.block(nbytes, f"optimizer state of unit {unit.name}")
+        except BudgetError:
+            if self.store is None:
+                raise
+            return None
 
     # -- states of other optimizers; see generic.py
 
@@ -173,18 +182,13 @@ class Homes:
             return None, None
         old: GenericState | None = unit.generic
         before = old.record if old is not None else None
-        if unit.state_host:
-            if old is not None and isinstance(before, HostRecord) and before.nbytes == nbytes:
-                return before, old.block
-            try:
-                block = self.share.block(nbytes, f"optimizer state of unit {unit.name}")
-            except BudgetError:
-                if self.store is None:
-                    raise
-            else:
-                record = HostRecord(block.tensor[:nbytes])
-                record.version = before.version if isinstance(before, HostRecord) else 0
-                return record, block
+        if old is not None and isinstance(before, HostRecord) and before.nbytes == nbytes:
+            return before, old.block
+        block = self._state_block(unit, nbytes)
+        if block is not None:
+            record = HostRecord(block.tensor[:nbytes])
+            record.version = before.version if isinstance(before, HostRecord) else 0
+            return record, block
         assert self.store is not None
         return DiskRecord(self.store, f"{unit.name}/optim", nbytes, self.metrics), None
 
@@ -225,10 +229,15 @@ class Homes:
         if isinstance(record, DiskRecord) and record.name in record.store.current:
             record.store.remove(record.name)
 
-    async def _reopen_generic(self, unit: Unit, described: dict[str, Any]) -> None:
+    async def reopen_generic(self, unit: Unit) -> None:
+        """Take the unit's generic state from the snapshot, if it has one; all units have their memory by now."""
+        assert self.store is not None
+        assert self.store.resumed is not None
+        described = self.store.resumed.meta["engine"].get("generic", {}).get(unit.name)
+        if described is None:
+            return
         record, block = self.generic_place(unit, described["nbytes"])
         if isinstance(record, HostRecord):
-            assert self.store is not None
             on_disk = DiskRecord(self.store, f"{unit.name}/optim", record.nbytes, self.metrics)
             await on_disk.read(0, record.data)
             self._note(on_disk.name, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,16 +78,18 @@ def expected_bytes(recipe: Recipe, layout: UnitLayout, numbers: dict[int, int], 
     it steps tensors that have no values. Where it cannot do that, two moments are taken for granted.
     """
     specs = {index: layout.places[index].spec for index in numbers}
-    masters = sum(4 * spec.numel for spec in specs.values() if spec.dtype != "f32")
+    masters = sum(round_up(4 * spec.numel, ALIGN) for spec in specs.values() if spec.dtype != "f32")
+    plain = replace(recipe, hyper={key: value for key, value in recipe.hyper.items() if key != "fused"})
+    now = [{key: None if key == "fused" else value for key, value in values.items()} for values in now]
     groups: list[list[Named]] = [[] for _ in now]
     for index, number in numbers.items():
         param = nn.Parameter(torch.empty(specs[index].shape, device="meta"))
         param.grad = torch.empty_like(param)
         groups[number].append((None, param))
     try:
-        states = recipe.step(groups, now, [[{} for _ in one] for one in groups])
+        states = plain.step(groups, now, [[{} for _ in one] for one in groups])
     except Exception:
-        return masters + sum(8 * spec.numel for spec in specs.values())
+        return masters + sum(2 * round_up(4 * spec.numel, ALIGN) for spec in specs.values())
     return masters + sum(
         round_up(value.numel() * value.element_size(), ALIGN)
         for one in states
