@@ -56,6 +56,7 @@ class Hyper:
         )
 
 
+WIDTH = 3  # updates on their way at once, so that the drive never waits for the next one
 IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0)  # scalars of a parameter without a gradient: not used
 
 
@@ -107,7 +108,7 @@ class StreamedStep:
     @property
     def width(self) -> int:
         """How many updates may be on their way at once."""
-        return 3 if self.stepper is not None else 1
+        return WIDTH if self.stepper is not None else 1
 
     async def compute(self, unit: Unit, hypers: dict[int, Hyper]) -> list[Fresh]:
         """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer: new versions of its
