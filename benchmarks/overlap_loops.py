@@ -57,8 +57,9 @@ class WaitingBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = _Pause.apply(x, self.clock)
+        mean = torch.full((1, WIDTH), 1 / WIDTH, dtype=x.dtype)
         for weight in self.weights:
-            x = x + torch.tanh(x * weight.mean(0))
+            x = x + torch.tanh(x * (mean @ weight))
         return x
 
 
@@ -128,7 +129,7 @@ class Plain:
         self.model.zero_grad()
         loss = self.task.loss(self.model, step, level)
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     def step(self, step: int, level: Any) -> float:
         if self.optimizer is None:
@@ -175,7 +176,7 @@ class Offloaded:
     def end(self, level: Any, loss: torch.Tensor) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.log.append((level, float(loss)))
+        self.log.append((level, loss.item()))
 
     def steps(self, count: int, level: Any) -> float:
         """Seconds a step of `count` steps in a row, after one that is not counted: as in the midst of training."""
