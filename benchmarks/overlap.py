@@ -7,8 +7,8 @@ compute takes about twice as long as the streamed step, as long, or less than ha
   and gradients). Clipping never bites ("eager": updates begin in backward) or bites on every step ("deferred": they
   wait for the norm). Held against max(compute alone, streamed step alone), and, where updates wait for the norm,
   against max(compute alone, backward + streamed step alone).
-- `real`: the built-in decoder on the same cores as the engine; held against max(streamed step alone, CPU seconds of both
-  alone / cores).
+- `real`: the built-in decoder on the same cores as the engine; held against max(streamed step alone,
+  CPU seconds of both alone / cores).
 
 Everything is measured in turns; medians count. At the end every loss is compared with that of the plain loop, bit by
 bit; a difference ends the program. A timeline of one step of each case is printed to stderr (in the JSON: `timeline`).
@@ -126,7 +126,6 @@ def waiting(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
         guesses = {key: value for key, value in before.items() if key.startswith("guesses")}
         say(f"{name}: {guesses}")
         assert (guesses["guesses_right"] > 0) == (name == "eager")
-    del plain
     for loop in loops.values():
         loop.check()
         loop.close()
@@ -175,12 +174,15 @@ def real(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
                 1.10,
                 compute=summary(seconds[f"compute {name}"]),
                 updates=summary(seconds["updates"]),
-                cpu_seconds={"compute": cpus[f"compute {name}"], "updates": cpus["updates"], "step": cpus[f"step {name}"]},
+                cpu_seconds={
+                    "compute": cpus[f"compute {name}"],
+                    "updates": cpus["updates"],
+                    "step": cpus[f"step {name}"],
+                },
                 cores=cores,
                 timeline=timeline_of(training, level, Clock()),
             )
         )
-    del plain
     alone.close()
     training.check()
     training.close()

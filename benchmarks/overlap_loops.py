@@ -164,7 +164,8 @@ class Offloaded:
         self.log: list[tuple[Any, float]] = []
         self.engine = engine_of(self.model)
         stored = self.engine.placement
-        assert all(stored.param_host) and not any(stored.state_host), "parameters in memory, states on the drive"
+        assert all(stored.param_host), "the parameters are not in memory"
+        assert not any(stored.state_host), "the states are not on the drive"
 
     def begin(self, level: Any) -> torch.Tensor:
         """Forward, backward and the norm."""
@@ -204,5 +205,3 @@ class Offloaded:
 
     def close(self) -> None:
         tz.close(self.model)
-
-

@@ -152,7 +152,9 @@ class Bench:
         """As many bytes as `tierzero bench nvme` moves them; it reads as much as it writes."""
         setting, buffers = self.mixed
         total = self.records * (2 * self.state_bytes + (self.param_bytes if to_drive else 0))
-        result = run_mixed(setting, _Whole(self.file, 2 * self.half), buffers, "mixed", nbytes=total, engine=self.engine)
+        result = run_mixed(
+            setting, _Whole(self.file, 2 * self.half), buffers, "mixed", nbytes=total, engine=self.engine
+        )
         return {"seconds": result.seconds * total / result.moved, "cpu": result.cpu}
 
     def close(self) -> None:

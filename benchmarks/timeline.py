@@ -35,7 +35,10 @@ class Recorder:
         engine = self.engine
         while not self._stop.is_set():
             read, written = engine.moved()
-            waiting = sum(unit.pending is not None or unit.guess is not None for unit in engine.units)
+            waiting = sum(
+                unit.pending is not None or (unit.guess is not None and unit.guess.fresh is None)
+                for unit in engine.units
+            )
             self.samples.append((time.perf_counter(), read, written, engine.metrics.h2d, waiting))
             time.sleep(TICK)
 

@@ -17,7 +17,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def in_turns(measures: Mapping[str, Callable[[], T]], rounds: int, show: Callable[[T], str] = str) -> dict[str, list[T]]:
+def in_turns(
+    measures: Mapping[str, Callable[[], T]], rounds: int, show: Callable[[T], str] = str
+) -> dict[str, list[T]]:
     """Every measure once a round, each round beginning with another one."""
     samples: dict[str, list[T]] = {name: [] for name in measures}
     names = list(measures)
@@ -36,7 +38,7 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def case(name: str, own: Sequence[float], other: Sequence[float], target: float | None, **more: Any) -> dict[str, Any]:
-    """One row: the ratio of the medians, what it was made of, and what it should not exceed (None: it is only shown)."""
+    """One row: the ratio of the medians, what it was made of, and what it should not exceed (None: only shown)."""
     mine, theirs = summary(own), summary(other)
     return {
         "name": name,
