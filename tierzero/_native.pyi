@@ -286,9 +286,11 @@ class Stepper:
         out_first: int = 0,
         format: _Format = None,
         params: _Array | None = None,
+        due: int = 0,
     ) -> Ticket:
         """Queues one record. Records run and complete in order; one starts while the last is written unless they share
-        bytes.
+        bytes. The order is that of `due` where it differs: one that is due sooner goes in front of what is left of the
+        others, unless they share bytes.
 
         elements: of the record, a multiple of 1024. segments: one per parameter, state_elem a multiple of 64; without
         a gradient (-1) its state stays and its copy is still made. grads: uint8[g]. Either src and dst, (file, offset)

@@ -125,6 +125,7 @@ class Engine:
             held = {name: extent.nbytes for name, extent in self.store.current.items()}
             need = sum(n for name, n in self.disk_records() if name not in held) + sum(held.values())
             self.room = Room(self.store, self.units, self.streamed.width, self.disk_records())
+            self.updates.may_exceed = lambda: self.room.shadows
             self.room.reserve(need + self.room.working, need)  # so that a full disk shows now
             if self.store.resumed is not None:
                 self.loop.run(self.store.verify())

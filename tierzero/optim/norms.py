@@ -41,7 +41,7 @@ def unit_norms(unit: Unit) -> list[float]:
     unit.finish_grads()
     if unit.grad_block is None:
         return [0.0] * len(grads)
-    if unit.norming is not None:
+    if unit.norming is not None and not unit.norming.done():
         unit.owner.run(asyncio.wait([unit.norming]))
     version = unit.grad_block.tensor._version
     present = tuple(grad is not None for grad in grads)

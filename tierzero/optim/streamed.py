@@ -56,6 +56,7 @@ class Hyper:
         )
 
 
+WIDTH = 3  # updates on their way at once, so that the drive never waits for the next one
 IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0)  # scalars of a parameter without a gradient: not used
 
 
@@ -76,8 +77,8 @@ class UnitUpdate:
         self.unit = unit
         self.hypers = hypers
 
-    async def compute(self) -> list[Fresh]:
-        return await self.streamed.compute(self.unit, self.hypers)
+    async def compute(self, due: int) -> list[Fresh]:
+        return await self.streamed.compute(self.unit, self.hypers, due)
 
     def publish(self, fresh: list[Fresh]) -> None:
         for new in fresh:
@@ -107,11 +108,12 @@ class StreamedStep:
     @property
     def width(self) -> int:
         """How many updates may be on their way at once."""
-        return 3 if self.stepper is not None else 1
+        return WIDTH if self.stepper is not None else 1
 
-    async def compute(self, unit: Unit, hypers: dict[int, Hyper]) -> list[Fresh]:
+    async def compute(self, unit: Unit, hypers: dict[int, Hyper], due: int) -> list[Fresh]:
         """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer: new versions of its
-        records in the store, to be published or discarded; records in host memory in place.
+        records in the store, to be published or discarded; records in host memory in place. What is due sooner goes in
+        front of what is under way.
         """
         state, param = unit.state, unit.records.get("param")
         assert state is not None
@@ -126,8 +128,10 @@ class StreamedStep:
                 extents.append(new_state := self._room(state.record))
             if isinstance(param, DiskRecord):
                 extents.append(new_param := self._room(param))
-            run = self._native if self.stepper is not None else self._python
-            state_sum, param_sum = await run(unit, hypers, new_state, new_param)
+            if self.stepper is not None:
+                state_sum, param_sum = await self._native(unit, hypers, new_state, new_param, due)
+            else:
+                state_sum, param_sum = await self._python(unit, hypers, new_state, new_param)
         except BaseException:
             for extent in extents:
                 assert self.store is not None
@@ -160,7 +164,9 @@ class StreamedStep:
 
     # -- native --------------------------------------------------------------------------------------------------------
 
-    async def _native(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any) -> tuple[Any, Any]:
+    async def _native(
+        self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any, due: int
+    ) -> tuple[Any, Any]:
         state, param = unit.state, unit.records.get("param")
         assert state is not None
         assert unit.grad_block is not None
@@ -186,9 +192,8 @@ class StreamedStep:
         elif unit.host_flat is not None:
             where["out"] = unit.host_flat.tensor[: unit.layout.flat_bytes]
         grads = unit.grad_block.tensor[: unit.layout.grad_bytes]
-        ticket = self.stepper.submit(
-            state.elements, segments, grads, out_first=unit.layout.low_first if new_param is not None else 0, **where
-        )
+        first = unit.layout.low_first if new_param is not None else 0
+        ticket = self.stepper.submit(state.elements, segments, grads, out_first=first, due=due, **where)
         sums: tuple[Any, Any] = await self.io.wait(ticket)
         return sums
 
