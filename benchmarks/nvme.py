@@ -67,11 +67,12 @@ def cpu(sample: Sample) -> float:
 def case(
     name: str, unit: str, own: list[Sample], other: list[Sample], of: Callable[[Sample], float], setting: Any
 ) -> dict[str, Any]:
-    """One row: the ratio of the medians, and what it was made of."""
+    """One row: the ratio of the medians, the median of the rounds' own ratios, and what they were made of."""
     mine, theirs = [of(sample) for sample in own], [of(sample) for sample in other]
     return {
         "name": name,
         "ratio": statistics.median(mine) / statistics.median(theirs),
+        "paired_ratio": statistics.median(a / b for a, b in zip(mine, theirs, strict=True)),
         "unit": unit,
         "tierzero": {"median": statistics.median(mine), "spread": spread(mine), "samples": mine},
         "other": {"median": statistics.median(theirs), "spread": spread(theirs), "samples": theirs},

@@ -1,4 +1,4 @@
-"""tierzero's side of nvme.py: the engine and its memory as they come, nothing set.
+"""tierzero's side of nvme.py: the engine and its memory as they come, nothing set, asked for records of 128 MiB.
 
 A question is {"kind": "read" | "write" | "mixed", "seconds": s}; the first argument is the file.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from nvme_worker import answers, serve
 
-from tierzero.bench.stream import Buffers, Setting, run
+from tierzero.bench.stream import MOST_REQUEST, Buffers, Setting, run
 from tierzero.native import NATIVE
 
 
@@ -42,10 +42,11 @@ def main() -> None:
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         if question["kind"] == "describe":
             return {key: value for key, value in described.items() if key != "drives"}
+        how = {"request": MOST_REQUEST, "engine": engine}
         if question["kind"] == "fill":
-            sample = run(setting, target, buffers, "write", nbytes=target.size, engine=engine)
+            sample = run(setting, target, buffers, "write", nbytes=target.size, **how)
         else:
-            sample = run(setting, target, buffers, question["kind"], seconds=question["seconds"], engine=engine)
+            sample = run(setting, target, buffers, question["kind"], seconds=question["seconds"], **how)
         return {
             "nbytes": sample.moved,
             "seconds": sample.seconds,

@@ -79,6 +79,11 @@ void Active::stop() {
     if (thread_.joinable()) thread_.join();
 }
 
+bool Active::empty() const {
+    std::lock_guard lock(mutex_);
+    return requests_.empty();
+}
+
 void Active::refuse_behind_late_writes(const OpenFile& file) const {
     if (late_writes_.load(std::memory_order_relaxed) == 0) return;
     std::lock_guard lock(mutex_);

@@ -52,7 +52,8 @@ class Active final : public Sink {
     // IoFailure(ETIMEDOUT) while a write to this file is overdue: it may still land, where later data would
     // be.
     void refuse_behind_late_writes(const OpenFile& file) const;
-    void stop();  // ends the watch
+    bool empty() const;  // no request is under way
+    void stop();         // ends the watch
 
   private:
     void watch();

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "adam_element.hpp"
+#include "align.hpp"
 #include "cpu.hpp"
 #include "lanes_avx2.hpp"
 #include "parallel.hpp"
@@ -10,7 +12,8 @@ namespace tz {
 
 namespace {
 
-constexpr std::size_t kPart = std::size_t{1} << 18;  // elements of one thread's turn, a multiple of 8
+constexpr std::size_t kPart = std::size_t{1} << 18;      // elements of one thread's turn, a multiple of 64
+constexpr std::size_t kStreamed = std::size_t{8} << 20;  // bytes
 
 template <Dtype T>
 void cast_scalar(const float* from, char* to, std::size_t n) {
@@ -18,6 +21,15 @@ void cast_scalar(const float* from, char* to, std::size_t n) {
 }
 
 #ifdef TZ_X86
+TZ_AVX2 void stream_avx2(float* const arrays[3], const float* grad, std::size_t n) {
+    const __m256 half = _mm256_set1_ps(0.5f);
+    for (std::size_t i = 0; i + 8 <= n; i += 8) {
+        const __m256 g = _mm256_loadu_ps(grad + i);
+        for (int k = 0; k < 3; ++k)
+            _mm256_storeu_ps(arrays[k] + i, _mm256_fmadd_ps(_mm256_loadu_ps(arrays[k] + i), half, g));
+    }
+}
+
 template <Dtype T>
 TZ_AVX2 std::size_t cast_avx2(const float* from, char* to, std::size_t n) {
     const std::size_t body = n / 8 * 8;
@@ -37,22 +49,44 @@ void cast_to(const float* from, char* to, std::size_t n) {
 
 }  // namespace
 
+AdamKernel adam_kernel(const AdamTypes& types, Isa isa) {
+    switch (isa) {
+        case Isa::avx2:
+            return adam_kernel_avx2(types);
+        case Isa::avx512:
+            return adam_kernel_avx512(types);
+        case Isa::neon:
+            return adam_kernel_neon(types);
+        default:
+            return adam_kernel_scalar(types);
+    }
+}
+
 AdamKernel adam_kernel(const AdamTypes& types) {
-    return use_avx2() ? adam_kernel_avx2(types) : adam_kernel_scalar(types);
+    return adam_kernel(types, isa());
 }
 
-const char* adam_isa() {
-    return use_avx2() ? "avx2" : "scalar";
-}
-
-void adamw(float* p, float* m, float* v, const char* grad, char* out, std::size_t n, const AdamTypes& types,
-           const AdamScalars& s, unsigned threads) {
+void adamw(const AdamArrays& arrays, std::size_t n, const AdamTypes& types, const AdamScalars& s,
+           unsigned threads) {
     const AdamKernel kernel = adam_kernel(types);
-    const std::size_t gsize = size_of(types.grad), osize = size_of(types.out);
+    AdamArrays whole = arrays;
+    // Nobody reads a copy larger than the caches soon, and its lines need not be fetched to be written.
+    whole.stream = types.has_out && n * size_of(types.out) >= kStreamed && is_aligned(arrays.out, 64);
     parallel(threads, (n + kPart - 1) / kPart, [&](std::size_t i) {
         const std::size_t at = i * kPart;
-        kernel(p + at, m + at, v + at, grad + at * gsize, types.has_out ? out + at * osize : nullptr,
-               std::min(kPart, n - at), s);
+        kernel(advance(whole, at, types), std::min(kPart, n - at), s);
+    });
+}
+
+void stream_ceiling(float* a, float* b, float* c, const float* grad, std::size_t n, unsigned threads) {
+    parallel(threads, (n + kPart - 1) / kPart, [&](std::size_t i) {
+        const std::size_t at = i * kPart, count = std::min(kPart, n - at);
+        float* const arrays[3] = {a + at, b + at, c + at};
+#ifdef TZ_X86
+        if (use_avx2()) return stream_avx2(arrays, grad + at, count);
+#endif
+        for (float* array : arrays)
+            for (std::size_t j = 0; j < count; ++j) array[j] = array[j] * 0.5f + grad[at + j];
     });
 }
 

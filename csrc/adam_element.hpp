@@ -1,9 +1,10 @@
-// One element of AdamW, shared by the portable kernel and by the tails of the vector ones.
+// One element of Adam, shared by the portable kernel and by the tails of the vector ones.
 #pragma once
 
 #include <cmath>
 
 #include "adam.hpp"
+#include "adam_table.hpp"
 
 namespace tz {
 
@@ -16,38 +17,52 @@ struct Lerp {
     float weight;
 };
 
-template <bool Tail>
-inline __attribute__((always_inline)) float adam_element(float* p, float* m, float* v, float g,
-                                                         const AdamScalars& s) {
-    g = g * s.coef;
+template <Dtype G, int O, bool L2, bool X, bool Tail>
+inline __attribute__((always_inline)) void adam_element(const AdamArrays& a, std::size_t i,
+                                                        const AdamScalars& s) {
+    float g = load_as_float<G>(a.grad + i * size_of(G)) * s.coef;
+    const float start = a.p[i] * s.decay;
+    if constexpr (L2) g = __builtin_fmaf(start, s.l2, g);
     const Lerp lerp(s.w1);
-    const float moment = __builtin_fmaf(lerp.weight, g - *m, lerp.from_grad ? g : *m);
+    const float moment = __builtin_fmaf(lerp.weight, g - a.m[i], lerp.from_grad ? g : a.m[i]);
     float square;
     if constexpr (Tail)
-        square = __builtin_fmaf(s.b2, *v, (s.w2 * g) * g);
+        square = __builtin_fmaf(s.b2, a.v[i], (s.w2 * g) * g);
     else
-        square = __builtin_fmaf(s.w2 * g, g, s.b2 * *v);
-    const float denominator = __builtin_sqrtf(square) / s.bc2s + s.eps;
-    const float value = *p * s.decay + (-s.step * moment) / denominator;
-    *m = moment;
-    *v = square;
-    *p = value;
-    return value;
+        square = __builtin_fmaf(s.w2 * g, g, s.b2 * a.v[i]);
+    float largest = square;
+    if constexpr (X) {
+        const float x = a.x[i];
+        if constexpr (Tail)
+            largest = x < square ? square : x;  // a NaN square is passed over, as std::max does
+        else
+            largest = x > square || x != x ? x : square;
+        a.x[i] = largest;
+    }
+    const float denominator = __builtin_sqrtf(largest) / s.bc2s + s.eps;
+    const float value = start + (-s.step * moment) / denominator;
+    a.m[i] = moment;
+    a.v[i] = square;
+    a.p[i] = value;
+    if constexpr (O >= 0)
+        store_float<static_cast<Dtype>(O)>(a.out + i * size_of(static_cast<Dtype>(O)), value);
 }
 
 // The last n % 8 elements of a parameter.
-template <Dtype G, int O>
-inline __attribute__((always_inline)) void adam_tail(float* p, float* m, float* v, const char* grad,
-                                                     char* out, std::size_t from, std::size_t n,
+template <Dtype G, int O, bool L2, bool X>
+inline __attribute__((always_inline)) void adam_tail(const AdamArrays& a, std::size_t n,
                                                      const AdamScalars& s) {
-    for (std::size_t i = from; i < n; ++i) {
-        const float value =
-            adam_element<true>(p + i, m + i, v + i, load_as_float<G>(grad + i * size_of(G)), s);
-        if constexpr (O >= 0)
-            store_float<static_cast<Dtype>(O)>(out + i * size_of(static_cast<Dtype>(O)), value);
-        else
-            (void)out;
-    }
+    for (std::size_t i = n / 8 * 8; i < n; ++i) adam_element<G, O, L2, X, true>(a, i, s);
+}
+
+inline AdamArrays advance(const AdamArrays& a, std::size_t n, const AdamTypes& t) {
+    return {a.p + n,
+            a.m + n,
+            a.v + n,
+            t.amsgrad ? a.x + n : nullptr,
+            a.grad + n * size_of(t.grad),
+            t.has_out ? a.out + n * size_of(t.out) : nullptr,
+            a.stream};
 }
 
 }  // namespace tz

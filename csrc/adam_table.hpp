@@ -7,18 +7,23 @@ namespace tz {
 
 inline constexpr int kNoOut = -1;
 
-// Kernels<G, O>::run for gradient type G and output type O (a Dtype as int, or kNoOut).
-template <template <Dtype, int> class Kernels>
+// Kernels<G, O, L2, X>::run for gradient type G, output type O (a Dtype as int, or kNoOut), plain Adam's
+// weight decay and amsgrad.
+template <template <Dtype, int, bool, bool> class Kernels>
 AdamKernel pick_kernel(const AdamTypes& t) {
+    const auto flags = [&]<Dtype G, int O>() -> AdamKernel {
+        if (t.amsgrad) return t.l2 ? Kernels<G, O, true, true>::run : Kernels<G, O, false, true>::run;
+        return t.l2 ? Kernels<G, O, true, false>::run : Kernels<G, O, false, false>::run;
+    };
     const auto with_grad = [&]<Dtype G>() -> AdamKernel {
-        if (!t.has_out) return Kernels<G, kNoOut>::run;
+        if (!t.has_out) return flags.template operator()<G, kNoOut>();
         switch (t.out) {
             case Dtype::f32:
-                return Kernels<G, static_cast<int>(Dtype::f32)>::run;
+                return flags.template operator()<G, static_cast<int>(Dtype::f32)>();
             case Dtype::bf16:
-                return Kernels<G, static_cast<int>(Dtype::bf16)>::run;
+                return flags.template operator()<G, static_cast<int>(Dtype::bf16)>();
             default:
-                return Kernels<G, static_cast<int>(Dtype::f16)>::run;
+                return flags.template operator()<G, static_cast<int>(Dtype::f16)>();
         }
     };
     switch (t.grad) {

@@ -16,6 +16,7 @@
 #include "adam.hpp"
 #include "engine.hpp"
 #include "file.hpp"
+#include "state_format.hpp"
 #include "ticket.hpp"
 
 namespace nb = nanobind;
@@ -43,8 +44,13 @@ Array take_array(nb::handle object, const char* name, std::initializer_list<Kind
 
 Dtype dtype_of(Kind kind);  // of a float kind
 
-// (decay, w1, b2, w2, eps, step, bc2s, coef), each rounded to float once.
+// (decay, w1, b2, w2, eps, step, bc2s, coef) and perhaps l2, each rounded to float once.
 AdamScalars take_scalars(nb::handle object);
+
+// (master, exp_avg, exp_avg_sq, amsgrad), or None for ("f32", "f32", "f32", False).
+StateFormat take_format(nb::handle object);
+
+unsigned take_threads(nb::handle object);
 
 // A Python int as a size; TypeError or ValueError (negative, too large) names `name`.
 std::uint64_t take_size(nb::handle object, const char* name);
@@ -66,7 +72,8 @@ struct PyEngine {
 
     std::shared_ptr<Engine> core;
     std::unordered_map<const Ticket*, nb::object> pending;
-    std::vector<nb::object> overdue;  // reaped, but their buffers are still the kernel's
+    std::vector<nb::object> overdue;                    // reaped, but their buffers are still the kernel's
+    std::unordered_map<const char*, Array> registered;  // the kernel knows their pages by address
 };
 
 // Close functions of live engines and steppers, run when the interpreter exits.
@@ -74,6 +81,7 @@ void at_exit(void* owner, void (*close)(void*));
 void forget_at_exit(void* owner);
 
 void bind_errors(nb::module_& m);
+void bind_format(nb::module_& m);
 void bind_io(nb::module_& m);
 void bind_math(nb::module_& m);
 void bind_stepper(nb::module_& m);

@@ -103,4 +103,10 @@ std::uint64_t take_size(nb::handle object, const char* name) {
     return static_cast<std::uint64_t>(value);
 }
 
+unsigned take_threads(nb::handle object) {
+    const std::uint64_t n = take_size(object, "threads");
+    if (n < 1 || n > 1024) throw nb::value_error("threads must be between 1 and 1024");
+    return static_cast<unsigned>(n);
+}
+
 }  // namespace tz

@@ -1,6 +1,6 @@
 // IoFailure becomes OSError(errno, sentence, path), of the subclass that errno selects; invalid_argument
 // ValueError.
-#include <set>
+#include <system_error>
 #include <utility>
 
 #include "bind.hpp"
@@ -26,6 +26,12 @@ void translate(const std::exception_ptr& raised, void*) {
         nb::object error =
             nb::steal(PyObject_CallFunction(PyExc_OSError, "isO", e.code, e.message.c_str(), path.ptr()));
         if (error.is_valid()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    } catch (const std::system_error& failure) {
+        PyObject* const args = Py_BuildValue("(is)", failure.code().value(),
+                                             "a thread cannot be started: "
+                                             "raise the limit of processes, or use fewer threads");
+        if (args) PyErr_SetObject(PyExc_OSError, args);
+        Py_XDECREF(args);
     } catch (const std::invalid_argument& failure) {  // its sentence may name a path that is not UTF-8
         nb::object text = nb::steal(PyUnicode_DecodeFSDefault(failure.what()));
         if (text.is_valid()) PyErr_SetObject(PyExc_ValueError, text.ptr());

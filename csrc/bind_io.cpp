@@ -120,6 +120,13 @@ nb::dict describe_engine(const PyEngine& e) {
     return out;
 }
 
+// At the end of an engine: what the kernel still has stays for ever.
+void settle(PyTicket& ticket) {
+    ticket.let_go();
+    if (!ticket.keep.empty()) keep_for_ever(std::make_shared<std::vector<Array>>(std::move(ticket.keep)));
+    ticket.keep.clear();
+}
+
 }  // namespace
 
 PyEngine::PyEngine(std::shared_ptr<Engine> engine) : core(std::move(engine)) {
@@ -149,12 +156,9 @@ void PyEngine::close() {
         nb::gil_scoped_release release;
         core->close();
     }
-    for (auto& [key, object] : pending) nb::cast<PyTicket&>(object).let_go();
-    for (auto& object : overdue) {
-        PyTicket& ticket = nb::cast<PyTicket&>(object);
-        ticket.let_go();
-        if (!ticket.keep.empty()) keep_for_ever(std::make_shared<std::vector<Array>>(ticket.keep));
-    }
+    for (auto& [key, object] : pending) settle(nb::cast<PyTicket&>(object));
+    for (auto& object : overdue) settle(nb::cast<PyTicket&>(object));
+    registered.clear();
 }
 
 void bind_io(nb::module_& m) {
@@ -260,7 +264,7 @@ void bind_io(nb::module_& m) {
                     std::chrono::duration<double>(std::min(deadline, 1e9)));
                 new (self) PyEngine(std::make_shared<Engine>(options));
             },
-            nb::kw_only(), nb::arg("kind") = "auto", nb::arg("block") = 4 << 20, nb::arg("depth") = 8,
+            nb::kw_only(), nb::arg("kind") = "auto", nb::arg("block") = 8 << 20, nb::arg("depth") = 16,
             nb::arg("threads") = 0, nb::arg("deadline") = 60.0)
         .def_prop_ro("name", [](const PyEngine& e) { return e.core->name(); })
         .def_prop_ro("block", [](const PyEngine& e) { return e.core->options().block; })
@@ -270,8 +274,13 @@ void bind_io(nb::module_& m) {
             "register",
             [](PyEngine& e, nb::handle buffer) {
                 Array array = take_array(buffer, "buffer", {Kind::u8}, true, 1);
-                nb::gil_scoped_release release;
-                return e.core->fix(array.data, array.count);
+                bool fixed = false;
+                {
+                    nb::gil_scoped_release release;
+                    fixed = e.core->fix(array.data, array.count);
+                }
+                if (array.count != 0) e.registered.insert_or_assign(array.data, array);
+                return fixed;
             },
             nb::arg("buffer"))
         .def(
@@ -279,6 +288,7 @@ void bind_io(nb::module_& m) {
             [](PyEngine& e, nb::handle buffer) {
                 Array array = take_array(buffer, "buffer", {Kind::u8}, true, 1);
                 e.core->unfix(array.data);
+                e.registered.erase(array.data);
             },
             nb::arg("buffer"))
         .def_prop_ro("eventfd", [](const PyEngine& e) { return e.core->completions()->eventfd(); })

@@ -73,9 +73,22 @@ std::int64_t take_offset(nb::handle object, const std::string& what) {
     return value;
 }
 
+// Any 64 bits.
+std::uint64_t take_key(nb::handle object, const std::string& what) {
+    const unsigned long long value =
+        PyLong_Check(object.ptr()) ? PyLong_AsUnsignedLongLong(object.ptr()) : ~0ull;
+    if (!PyLong_Check(object.ptr()) || PyErr_Occurred()) {
+        PyErr_Clear();
+        throw nb::value_error((what + ": a noise key is an integer from 0 to 2**64 - 1").c_str());
+    }
+    return value;
+}
+
+// 14 items, or with l2, noise key and noise index 17.
 Segment take_segment(nb::handle object, std::size_t index) {
     const std::string what = "segment " + std::to_string(index);
-    const auto items = take_items(object, 14, what);
+    const bool more = nb::isinstance<nb::tuple>(object) && nb::len(object) > 14;
+    const auto items = take_items(object, more ? 17 : 14, what);
     Segment s;
     s.first = take_size(items[0], (what + ": state_elem").c_str());
     s.count = take_size(items[1], (what + ": numel").c_str());
@@ -84,15 +97,17 @@ Segment take_segment(nb::handle object, std::size_t index) {
     s.out = take_offset(items[4], what);
     s.out_type = take_dtype(items[5], what);
     nb::list scalars;
-    for (std::size_t i = 6; i < 14; ++i) scalars.append(items[i]);
+    for (std::size_t i = 6; i < (more ? 15 : 14); ++i) scalars.append(items[i]);
     s.scalars = take_scalars(scalars);
+    if (more) s.noise = {take_key(items[15], what), take_size(items[16], (what + ": noise index").c_str())};
     return s;
 }
 
 nb::object submit(PyStepper& self, nb::handle elements, nb::handle segments, nb::handle grads, nb::handle src,
-                  nb::handle dst, nb::handle state, nb::handle out, nb::handle out_file,
-                  nb::handle out_first, nb::handle due) {
+                  nb::handle dst, nb::handle state, nb::handle out, nb::handle out_file, nb::handle out_first,
+                  nb::handle format, nb::handle params, nb::handle due) {
     Record record;
+    record.format = format.is_none() ? self.core->format() : take_format(format);
     std::vector<Array> keep;
     record.elements = take_size(elements, "elements");
     std::size_t index = 0;
@@ -109,17 +124,29 @@ nb::object submit(PyStepper& self, nb::handle elements, nb::handle segments, nb:
         record.dst = take_place(place[0], place[1], "dst");
     }
     if (!state.is_none()) {
-        keep.push_back(take_array(state, "state", {Kind::f32}, true, 1));
-        if (keep.back().count % 3 != 0 || keep.back().count / 3 != record.elements)
-            throw nb::value_error(("state must have 3 * elements = 3 * " + std::to_string(record.elements) +
-                                   " floats, not " + std::to_string(keep.back().count))
+        keep.push_back(take_array(state, "state", {Kind::u8, Kind::f32}, true, 1));
+        const std::uint64_t bytes = self.core->state_bytes(record);
+        if (keep.back().nbytes() != bytes)
+            throw nb::value_error(("state must have the " + std::to_string(bytes) + " bytes of " +
+                                   std::to_string(record.elements) + " elements, not " +
+                                   std::to_string(keep.back().nbytes()))
                                       .c_str());
-        record.state = reinterpret_cast<float*>(keep.back().data);
+        if (reinterpret_cast<std::uintptr_t>(keep.back().data) % 4 != 0)
+            throw nb::value_error("state must start at a multiple of 4 bytes");
+        record.state = keep.back().data;
     }
     if (!out.is_none()) {
         keep.push_back(take_array(out, "out", {Kind::u8}, true, 1));
         record.out = keep.back().data;
         record.out_size = keep.back().count;
+    }
+    if (!params.is_none()) {
+        keep.push_back(take_array(params, "params", {Kind::u8}, false, 1));
+        if (keep.back().count != record.out_size)
+            throw nb::value_error(("params has " + std::to_string(keep.back().count) + " bytes, out has " +
+                                   std::to_string(record.out_size))
+                                      .c_str());
+        record.params = keep.back().data;
     }
     if (!out_file.is_none()) {
         const auto place = take_items(out_file, 3, "out_file");
@@ -138,7 +165,8 @@ void bind_stepper(nb::module_& m) {
     nb::class_<PyStepper>(m, "Stepper")
         .def(
             "__init__",
-            [](PyStepper* self, nb::object engine, nb::handle buffers, nb::handle chunk, nb::handle threads) {
+            [](PyStepper* self, nb::object engine, nb::handle buffers, nb::handle chunk, nb::handle threads,
+               nb::handle format) {
                 PyEngine* found = nullptr;
                 if (!nb::try_cast(engine, found) || found == nullptr)
                     throw nb::type_error("engine must be an Engine");
@@ -146,15 +174,16 @@ void bind_stepper(nb::module_& m) {
                 const std::uint64_t elements = take_size(chunk, "chunk");
                 const std::uint64_t n = std::min<std::uint64_t>(take_size(threads, "threads"), 1u << 20);
                 auto core = std::make_unique<Stepper>(found->core, array.data, array.count, elements,
-                                                      static_cast<unsigned>(n));
+                                                      static_cast<unsigned>(n), take_format(format));
                 new (self) PyStepper(std::move(engine), std::move(array), std::move(core));
             },
-            nb::arg("engine"), nb::arg("buffers"), nb::arg("chunk"), nb::arg("threads") = 1)
+            nb::arg("engine"), nb::arg("buffers"), nb::arg("chunk"), nb::arg("threads") = 1, nb::kw_only(),
+            nb::arg("format").none() = nb::none())
         .def("submit", &submit, nb::arg("elements"), nb::arg("segments"), nb::arg("grads"), nb::kw_only(),
              nb::arg("src").none() = nb::none(), nb::arg("dst").none() = nb::none(),
              nb::arg("state").none() = nb::none(), nb::arg("out").none() = nb::none(),
              nb::arg("out_file").none() = nb::none(), nb::arg("out_first") = 0,
-             nb::arg("due") = 0)
+             nb::arg("format").none() = nb::none(), nb::arg("params").none() = nb::none(), nb::arg("due") = 0)
         .def("close", [](PyStepper& self) { self.close(); });
 }
 

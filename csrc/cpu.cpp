@@ -1,9 +1,40 @@
 #include "cpu.hpp"
 
 #include <cstdlib>
-#include <cstring>
 
 namespace tz {
+
+namespace {
+
+constexpr Isa kAll[] = {Isa::scalar, Isa::avx2, Isa::avx512, Isa::neon};
+
+struct Choice {
+    Isa isa;
+    std::string warning;
+};
+
+Choice choose() {
+    Isa best = Isa::scalar;
+    std::string names;
+    for (const Isa one : kAll)
+        if (isa_available(one)) {
+            best = one;
+            names += (names.empty() ? "" : ", ") + std::string(isa_name(one));
+        }
+    const char* asked = std::getenv("TIERZERO_ISA");
+    if (asked == nullptr || *asked == '\0') return {best, ""};
+    for (const Isa one : kAll)
+        if (std::string(asked) == isa_name(one) && isa_available(one)) return {one, ""};
+    return {best, "TIERZERO_ISA=" + std::string(asked) + " cannot be used on this processor: using " +
+                      isa_name(best) + "; it may be one of " + names};
+}
+
+const Choice& choice() {
+    static const Choice chosen = choose();
+    return chosen;
+}
+
+}  // namespace
 
 std::vector<std::pair<std::string, bool>> cpu_features() {
 #ifdef TZ_X86
@@ -14,8 +45,9 @@ std::vector<std::pair<std::string, bool>> cpu_features() {
             {"avx512f", __builtin_cpu_supports("avx512f") != 0},
             {"avx512bw", __builtin_cpu_supports("avx512bw") != 0},
             {"avx512vl", __builtin_cpu_supports("avx512vl") != 0},
+            {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
             {"avx512bf16", __builtin_cpu_supports("avx512bf16") != 0}};
-#elif defined(__aarch64__)
+#elif defined(TZ_NEON_CPU)
     return {{"neon", true}};
 #else
     return {};
@@ -31,17 +63,40 @@ bool has_fma() {
 #endif
 }
 
-bool use_avx2() {
-    static const bool chosen = [] {
-        const char* isa = std::getenv("TIERZERO_ISA");
-        if (isa != nullptr && std::strcmp(isa, "scalar") == 0) return false;
+const char* isa_name(Isa isa) {
+    switch (isa) {
+        case Isa::scalar:
+            return "scalar";
+        case Isa::avx2:
+            return "avx2";
+        case Isa::avx512:
+            return "avx512";
+        case Isa::neon:
+            return "neon";
+    }
+    return "?";
+}
+
+bool isa_available(Isa isa) {
+    if (isa == Isa::scalar) return true;
 #ifdef TZ_X86
-        return has_fma() && __builtin_cpu_supports("f16c");
-#else
-        return false;
+    const bool avx2 = has_fma() && __builtin_cpu_supports("f16c");
+    if (isa == Isa::avx2) return avx2;
+    if (isa == Isa::avx512)
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#elif defined(TZ_NEON_CPU)
+    if (isa == Isa::neon) return true;
 #endif
-    }();
-    return chosen;
+    return false;
+}
+
+Isa isa() {
+    return choice().isa;
+}
+
+const std::string& isa_warning() {
+    return choice().warning;
 }
 
 }  // namespace tz

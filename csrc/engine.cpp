@@ -14,6 +14,9 @@ namespace tz {
 
 namespace {
 
+constexpr std::chrono::nanoseconds kMoment = std::chrono::milliseconds(200),
+                                   kPatience = std::chrono::hours(1);
+
 EngineOptions checked(const EngineOptions& options) {
     const auto refuse = [](const std::string& text) { throw std::invalid_argument(text); };
     if (options.threads > 256)
@@ -76,6 +79,8 @@ void Engine::submit(Op op, std::shared_ptr<const OpenFile> file, std::uint64_t o
         (op == Op::read ? reads_ : writes_).fetch_add(1, std::memory_order_relaxed);
         return done(nullptr);
     }
+    if (closed_)  // by a stepper that goes on after its drive answered too late
+        throw IoFailure(ECANCELED, "the I/O engine is closed", file->path());
     if (op == Op::write) active_->refuse_behind_late_writes(*file);
     auto request = std::make_shared<Request>();
     request->op = op;
@@ -110,11 +115,20 @@ void Engine::submit(Op op, std::shared_ptr<const OpenFile> file, std::uint64_t o
     for (const auto& chain : chains) chain.lane->submit(chain.first);
 }
 
+// The locks of a parent may be held by threads that do not exist in its child.
+void Engine::refuse_child() const {
+    if (foreign())
+        throw std::invalid_argument(
+            "the I/O engine belongs to the parent process; make a new one after fork");
+}
+
 bool Engine::fix(char* data, std::size_t n) {
+    refuse_child();
     return lanes_->fix(data, n);
 }
 
 void Engine::unfix(char* data) {
+    refuse_child();
     lanes_->unfix(data);
 }
 
@@ -127,6 +141,7 @@ const std::string& Engine::reason() const noexcept {
 }
 
 Counters Engine::counters() const {
+    refuse_child();
     Counters sum = lanes_->counters();
     sum.reads = reads_.load();
     sum.writes = writes_.load();
@@ -134,6 +149,7 @@ Counters Engine::counters() const {
 }
 
 std::vector<DriveInfo> Engine::drives() const {
+    refuse_child();
     return lanes_->describe();
 }
 
@@ -143,7 +159,8 @@ void Engine::close() {
     completions_->wait_idle();
     if (closed_) return;
     closed_ = true;
-    const bool all_ended = lanes_->stop();
+    // What nobody waits for any more but the drive still has is given a moment, everything else its time.
+    const bool all_ended = lanes_->stop(active_->empty() ? kPatience : kMoment);
     active_->stop();
     if (all_ended) return;
     // The kernel still has memory of ours: the lanes and their requests outlive this engine.

@@ -23,8 +23,8 @@ enum class EngineKind { automatic, uring, pool };
 
 struct EngineOptions {
     EngineKind kind = EngineKind::automatic;
-    std::size_t block = 4 << 20;  // bytes of a piece, a multiple of 4096
-    unsigned depth = 8;           // blocks in flight per drive
+    std::size_t block = 8 << 20;  // bytes of a piece, a multiple of 4096
+    unsigned depth = 16;          // blocks in flight per drive
     unsigned threads = 0;         // of a pool, per drive; 0: depth
     std::chrono::nanoseconds deadline = std::chrono::seconds(60);
     SysCalls calls = SysCalls::real();
@@ -67,6 +67,7 @@ class Engine {
                 Done done, Late late);
 
     // Makes [data, data + n) known to the kernel, for cheaper requests; false where it cannot be.
+    // std::invalid_argument in a forked child, as for counters() and drives().
     bool fix(char* data, std::size_t n);
     void unfix(char* data);
 
@@ -80,13 +81,15 @@ class Engine {
     bool foreign() const noexcept { return completions_->foreign(); }
 
   private:
+    void refuse_child() const;
+
     const EngineOptions options_;
     const std::shared_ptr<CompletionQueue> completions_;
     std::shared_ptr<Active> active_;
     std::shared_ptr<Lanes> lanes_;
     std::atomic<std::uint64_t> reads_{0}, writes_{0};
     std::mutex closing_;
-    bool closed_ = false;
+    std::atomic<bool> closed_{false};
 };
 
 }  // namespace tz

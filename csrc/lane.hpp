@@ -1,6 +1,9 @@
 // A lane: what moves the pieces of one drive. A queue that takes reads before writes is part of it.
 #pragma once
 
+#include <unistd.h>
+
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -33,9 +36,9 @@ class Lane {
     explicit Lane(const LaneOptions& options) : options_(options) {}
     virtual ~Lane() = default;
     virtual void submit(Piece* chain) = 0;  // linked by `next`
-    // Ends the threads once the queue is empty; false when pieces stay in flight that the kernel does not
-    // give back: then the lane must be kept for ever.
-    virtual bool stop() = 0;
+    // Ends the threads once the queue is empty; false when pieces stay in flight for longer than `patience`:
+    // then the lane must be kept for ever.
+    virtual bool stop(std::chrono::nanoseconds patience) = 0;
     virtual bool fix(const char* data, std::size_t n) = 0;  // a registered buffer from now on, if possible
     virtual void unfix(const char* data) = 0;
     virtual const char* name() const noexcept = 0;

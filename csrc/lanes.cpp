@@ -57,7 +57,9 @@ Lanes::Entry Lanes::make(const Member& member) {
 }
 
 bool Lanes::fix(const char* data, std::size_t n) {
+    if (n == 0) return false;
     std::lock_guard lock(mutex_);
+    forget(data);
     buffers_.push_back({data, n});
     bool all = true;
     for (const auto& entry : entries_) all = entry.lane->fix(data, n) && all;
@@ -66,14 +68,18 @@ bool Lanes::fix(const char* data, std::size_t n) {
 
 void Lanes::unfix(const char* data) {
     std::lock_guard lock(mutex_);
-    std::erase_if(buffers_, [data](const Buffer& buffer) { return buffer.data == data; });
+    forget(data);
+}
+
+void Lanes::forget(const char* data) {
+    if (std::erase_if(buffers_, [data](const Buffer& buffer) { return buffer.data == data; }) == 0) return;
     for (const auto& entry : entries_) entry.lane->unfix(data);
 }
 
-bool Lanes::stop() {
+bool Lanes::stop(std::chrono::nanoseconds patience) {
     std::lock_guard lock(mutex_);
     bool all = true;
-    for (const auto& entry : entries_) all = entry.lane->stop() && all;
+    for (const auto& entry : entries_) all = entry.lane->stop(patience) && all;
     return all;
 }
 

@@ -18,7 +18,8 @@ class Lanes {
     Lane& of(const Member& member);  // IoFailure when its thread cannot be made
     bool fix(const char* data, std::size_t n);
     void unfix(const char* data);
-    bool stop();  // false: some lane cannot give its pieces back, and all of them must be kept for ever
+    // As Lane::stop, for each; false: all of them must be kept for ever.
+    bool stop(std::chrono::nanoseconds patience);
     std::vector<DriveInfo> describe() const;
     Counters counters() const;  // bytes only
     bool wants_ring() const noexcept { return ring_; }
@@ -31,11 +32,12 @@ class Lanes {
         std::shared_ptr<Lane> lane;
         std::string reason;
     };
-    struct Buffer {
+    struct Buffer {  // registered
         const char* data;
         std::size_t size;
     };
     Entry make(const Member& member);
+    void forget(const char* data);  // the mutex is held
 
     const EngineOptions options_;
     Sink& sink_;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <limits>
 
@@ -32,24 +33,70 @@ int open_retry(const std::string& path, int flags, mode_t mode) {
     return retry([&] { return ::open(path.c_str(), flags, mode); });
 }
 
-// Writes one aligned block and reads it back through O_DIRECT, on a nameless neighbour of `path`.
+// Whether O_DIRECT brings the first block of `path` itself.
+bool direct_reads(const std::string& path) {
+    const int fd = open_retry(path, O_RDWR | O_CLOEXEC | O_DIRECT, 0);
+    if (fd < 0) return false;
+    Slab block(kPage);
+    const bool ok = retry([&] { return ::pread(fd, block.data(), kPage, 0); }) > 0;
+    ::close(fd);
+    return ok;
+}
+
+// Whether one aligned block that is written through `fd` (O_DIRECT) comes back through it.
+bool block_returns(int fd) {
+    Slab block(2 * kPage);
+    std::memset(block.data(), 0x5a, kPage);
+    const ssize_t put = retry([&] { return ::pwrite(fd, block.data(), kPage, 0); });
+    if (put < 0 && (errno == ENOSPC || errno == EDQUOT)) return true;  // otherwise it would have been taken
+    return put == static_cast<ssize_t>(kPage) &&
+           retry([&] { return ::pread(fd, block.data() + kPage, kPage, 0); }) == put &&
+           std::memcmp(block.data(), block.data() + kPage, kPage) == 0;
+}
+
+// The same on the file itself, which is empty and stays so.
+bool direct_works_on_empty(const std::string& path) {
+    const int fd = open_retry(path, O_RDWR | O_CLOEXEC | O_DIRECT, 0);
+    if (fd < 0) return false;
+    const bool ok = block_returns(fd);
+    const bool empty = retry([&] { return ::ftruncate(fd, 0); }) == 0;
+    ::close(fd);
+    return ok && empty;
+}
+
+// The same on a nameless neighbour of `path`. IoFailure where that cannot be tried for want of descriptors.
 bool direct_works(const std::string& path) {
     const std::string probe = path + ".probe-" + std::to_string(getpid());
     const int fd = open_retry(probe, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
     if (fd < 0) {
-        if (errno == EINVAL)
-            ::unlink(probe.c_str());  // some kernels create the name before refusing the flag
-        return false;
+        const int code = errno;
+        if (code == EINVAL) ::unlink(probe.c_str());  // some kernels create the name before refusing the flag
+        if (code == EMFILE || code == ENFILE)
+            throw IoFailure(code, "cannot try direct I/O: " + errno_text(code), path);
+        return (code == EACCES || code == EPERM) && direct_reads(path);  // the directory is another's
     }
     ::unlink(probe.c_str());
-    Slab block(2 * kPage);
-    std::memset(block.data(), 0x5a, kPage);
-    const bool ok = ::pwrite(fd, block.data(), kPage, 0) == static_cast<ssize_t>(kPage) &&
-                    ::pread(fd, block.data() + kPage, kPage, 0) == static_cast<ssize_t>(kPage) &&
-                    std::memcmp(block.data(), block.data() + kPage, kPage) == 0;
+    const bool ok = block_returns(fd);
     ::close(fd);
     return ok;
 }
+
+// Some file systems undo an allocation that a signal interrupts: under a fast timer it would start over for
+// ever.
+class SignalsWait {
+  public:
+    SignalsWait() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_BLOCK, &all, &before_);
+    }
+    ~SignalsWait() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalsWait(const SignalsWait&) = delete;
+    SignalsWait& operator=(const SignalsWait&) = delete;
+
+  private:
+    sigset_t before_;
+};
 
 off_t checked_offset(std::uint64_t nbytes, const char* what) {
     if (nbytes > static_cast<std::uint64_t>(std::numeric_limits<off_t>::max()))
@@ -65,18 +112,25 @@ Member::Member(std::string path, bool create, bool direct) : path_(std::move(pat
         throw std::invalid_argument("a file path must be neither empty nor hold a zero byte");
     fd_ = open_retry(path_, O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0644);
     if (fd_ < 0) fail(errno, "cannot open for reading and writing");
-    struct stat st{};
-    if (::fstat(fd_, &st) != 0 || !(S_ISREG(st.st_mode) || S_ISBLK(st.st_mode))) {
+    try {
+        identify(direct);
+    } catch (...) {
         ::close(fd_);
-        throw IoFailure(EINVAL, "not a regular file", path_);
+        throw;
     }
-    if (direct && direct_works(path_)) {
+}
+
+void Member::identify(bool direct) {
+    struct stat st{};
+    if (::fstat(fd_, &st) != 0 || !(S_ISREG(st.st_mode) || S_ISBLK(st.st_mode)))
+        throw IoFailure(EINVAL, "not a regular file", path_);
+    const auto works = S_ISBLK(st.st_mode) ? direct_reads : st.st_size ? direct_works : direct_works_on_empty;
+    if (direct && works(path_)) {
         const int again = open_retry(path_, O_RDWR | O_CLOEXEC | O_DIRECT, 0);
-        if (again >= 0) {
-            ::close(fd_);
-            fd_ = again;
-            direct_ = true;
-        }
+        if (again < 0) fail(errno, "cannot open for direct I/O");
+        ::close(fd_);
+        fd_ = again;
+        direct_ = true;
     }
     device_ = S_ISBLK(st.st_mode) ? st.st_rdev : st.st_dev;
     inode_ = st.st_ino;
@@ -96,15 +150,16 @@ void Member::fail(int code, const std::string& what) const {
 }
 
 std::uint64_t Member::size() const {
-    struct stat st{};
-    if (::fstat(fd_, &st) != 0) fail(errno, "cannot read the size");
-    return static_cast<std::uint64_t>(st.st_size);
+    const off_t end = ::lseek(fd_, 0, SEEK_END);  // of a block device, too
+    if (end < 0) fail(errno, "cannot read the size");
+    return static_cast<std::uint64_t>(end);
 }
 
 void Member::preallocate(std::uint64_t nbytes) const {
     const off_t target = checked_offset(nbytes, "preallocate");
     const std::uint64_t before = size();
     if (nbytes == 0) return;
+    const SignalsWait quiet;
     int rc = retry([&] { return ::fallocate(fd_, 0, 0, target); });
     if (rc != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
         if (nbytes <= before) return;

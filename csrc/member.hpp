@@ -38,6 +38,7 @@ class Member {
     void at_close(std::function<void()> note) const;
 
   private:
+    void identify(bool direct);  // what it is, and how it is to be used
     [[noreturn]] void fail(int code, const std::string& what) const;
 
     const std::string path_;

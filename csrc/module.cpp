@@ -8,5 +8,6 @@ NB_MODULE(_native, m) {
     tz::bind_errors(m);
     tz::bind_io(m);
     tz::bind_math(m);
+    tz::bind_format(m);
     tz::bind_stepper(m);
 }

@@ -14,7 +14,7 @@ std::shared_ptr<Lane> PoolLane::make(const LaneOptions& options, Sink& sink) {
         // A thread holds the lane: one that the kernel never lets go must not find it gone.
         for (unsigned i = 0; i < options.threads; ++i) lane->threads_.emplace_back([lane] { lane->work(); });
     } catch (...) {
-        lane->stop();
+        lane->stop(std::chrono::hours(1));
         throw;
     }
     return lane;
@@ -80,14 +80,13 @@ void PoolLane::move(Piece& piece) {
     }
 }
 
-bool PoolLane::stop() {
+bool PoolLane::stop(std::chrono::nanoseconds patience) {
     bool stuck = false;
     {
         std::unique_lock lock(mutex_);
         stop_ = true;
         wake_.notify_all();
-        stuck = !idle_.wait_for(lock, std::chrono::milliseconds(200),
-                                [this] { return busy_ == 0 && queue_.empty(); });
+        stuck = !idle_.wait_for(lock, patience, [this] { return busy_ == 0 && queue_.empty(); });
     }
     for (auto& thread : threads_) {
         if (stuck)

@@ -18,7 +18,7 @@ class PoolLane final : public Lane, public std::enable_shared_from_this<PoolLane
     PoolLane(const LaneOptions& options, Sink& sink) : Lane(options), sink_(sink) {}
 
     void submit(Piece* chain) override;
-    bool stop() override;
+    bool stop(std::chrono::nanoseconds patience) override;
     bool fix(const char*, std::size_t) override { return false; }
     void unfix(const char*) override {}
     const char* name() const noexcept override { return "pool"; }

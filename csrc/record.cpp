@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "state_update.hpp"
+
 namespace tz {
 
 namespace {
@@ -16,33 +18,41 @@ void zero_copy(const ChunkView& chunk, std::uint64_t from, std::uint64_t to) {
     if (from < to) std::memset(chunk.copy + (from - chunk.copy_begin) * 2, 0, (to - from) * 2);
 }
 
-// Elements [from, to) of one segment; `to` is a multiple of 8 from its start, or its end.
+// Elements [from, to) of one segment; `to` is a multiple of the granule from its start, or its end.
 void update_segment(const Record& record, const ChunkView& chunk, const Segment& seg, std::uint64_t from,
                     std::uint64_t to) {
-    const std::size_t local = from - chunk.begin, n = to - from;
-    float* const p = chunk.state + local;
-    char* out = nullptr;
+    Stretch stretch{.state = chunk.state, .at = from - chunk.begin, .count = to - from, .noise = seg.noise};
+    stretch.noise.first += from - seg.first;
+    const std::uint64_t at = from - seg.first;
     if (seg.out >= 0) {
+        const std::uint64_t byte = seg.out + at * size_of(seg.out_type);
         if (chunk.copy != nullptr)
-            out = chunk.copy + (from - chunk.copy_begin) * 2;
+            stretch.out = chunk.copy + (from - chunk.copy_begin) * 2;
         else if (record.out != nullptr)
-            out = record.out + seg.out + (from - seg.first) * size_of(seg.out_type);
+            stretch.out = record.out + byte;
+        if (record.format.master != Master::f32)
+            stretch.params = record.params ? record.params + byte : stretch.out;
     }
+    char* const out = stretch.out;
     if (out == nullptr) zero_copy(chunk, from, to);
     if (seg.grad >= 0) {
-        const char* grad = record.grads + seg.grad + (from - seg.first) * size_of(seg.grad_type);
-        const AdamKernel kernel = adam_kernel({seg.grad_type, out != nullptr, seg.out_type});
-        kernel(p, p + chunk.count, p + 2 * chunk.count, grad, out, n, seg.scalars);
+        stretch.grad = record.grads + seg.grad + at * size_of(seg.grad_type);
+        const AdamTypes types{seg.grad_type, out != nullptr, seg.out_type, seg.scalars.l2 != 0.0f,
+                              record.format.amsgrad};
+        update_stretch(record.format, chunk.layout, stretch, types, seg.scalars);
+    } else if (stretch.params != nullptr) {
+        if (stretch.params != out) std::memcpy(out, stretch.params, stretch.count * size_of(seg.out_type));
     } else if (out != nullptr) {
-        cast_floats(p, out, seg.out_type, n);
+        const char* const master = chunk.state + chunk.layout.master.at(stretch.at);
+        cast_floats(reinterpret_cast<const float*>(master), out, seg.out_type, stretch.count);
     }
 }
 
 Checksum sum_state(const ChunkView& chunk, std::uint64_t from, std::uint64_t to) {
     Checksum sum;
-    for (std::uint64_t part = 0; part < 3; ++part) {
-        const std::uint64_t at = part * chunk.count + (from - chunk.begin);
-        sum += checksum(chunk.state + at, (to - from) * 4, 3 * chunk.begin + at);
+    for (const Stream* stream : chunk.layout.streams()) {
+        const std::uint64_t at = stream->at(from - chunk.begin);
+        sum += checksum(chunk.state + at, stream->bytes(to - from), (chunk.offset + at) / 4);
     }
     return sum;
 }

@@ -52,7 +52,8 @@ bool meet(const Range& a, const Range& b) {
 
 void check_segment(const Record& r, const Segment& s, std::size_t index) {
     const auto fail = [&](const std::string& why) { refuse("segment " + str(index) + ": " + why); };
-    if (s.first % 64 != 0) fail("state_elem " + str(s.first) + " is not a multiple of 64");
+    const std::uint64_t granule = r.format.granule();
+    if (s.first % granule != 0) fail("state_elem " + str(s.first) + " is not a multiple of " + str(granule));
     if (s.first > r.elements || s.count > r.elements - s.first)
         fail("elements [" + str(s.first) + ", +" + str(s.count) + ") are beyond the record's " +
              str(r.elements));
@@ -62,6 +63,12 @@ void check_segment(const Record& r, const Segment& s, std::size_t index) {
         if (at > r.grads_size || bytes > r.grads_size - at)
             fail("gradient bytes [" + str(at) + ", +" + str(bytes) + ") are beyond the " + str(r.grads_size) +
                  " given");
+    }
+    if (r.format.master != Master::f32) {
+        const bool split = r.format.master == Master::split;
+        if (s.out < 0 || s.out_type != (split ? Dtype::bf16 : Dtype::f32))
+            fail(std::string("the state format takes its master from ") + (split ? "bf16" : "f32") +
+                 " parameters in out");
     }
     if (s.out < 0) return;
     const std::uint64_t bytes = s.count * size_of(s.out_type), at = static_cast<std::uint64_t>(s.out);
@@ -95,14 +102,14 @@ void check_overlaps(const Record& r) {
 
 }  // namespace
 
-void check_record(Record& r) {
+void check_record(Record& r, std::uint64_t chunk) {
     if (r.elements == 0 || r.elements % 1024 != 0)
         refuse("elements must be a positive multiple of 1024, not " + str(r.elements));
     if (r.elements > kMaxOffset / 16) refuse("elements " + str(r.elements) + " is out of range");
     if (r.src.has_value() != r.dst.has_value()) refuse("src and dst go together");
     if (r.src.has_value() == (r.state != nullptr)) refuse("give either src and dst, or state");
     if (r.out != nullptr && r.out_file) refuse("give either out or out_file, not both");
-    const std::uint64_t bytes = 12 * r.elements;
+    const std::uint64_t bytes = r.state_bytes(chunk);
     if (r.src) {
         check_place("src", *r.src, bytes);
         check_place("dst", *r.dst, bytes);
@@ -123,10 +130,16 @@ void check_record(Record& r) {
     } else if (r.out_first != 0) {
         refuse("out_first is for out_file only");
     }
+    if (r.format.master == Master::f32 ? r.params != nullptr : r.out == nullptr)
+        refuse(r.params ? "params are for formats without a float32 master only"
+                        : "a state format without a float32 master needs the parameters in out");
     const Range grads = in_memory(r.grads, r.grads_size), state = in_memory(r.state, r.state ? bytes : 0),
                 out = in_memory(r.out, r.out_size);
     if (meet(grads, state) || meet(grads, out) || meet(state, out))
         refuse("grads, state and out share memory");
+    const Range params = in_memory(r.params, r.params ? r.out_size : 0);
+    if (meet(params, grads) || meet(params, state) || (r.params != r.out && meet(params, out)))
+        refuse("params share memory with grads, state or out without being out");
     for (std::size_t i = 0; i < r.segments.size(); ++i) check_segment(r, r.segments[i], i);
     std::erase_if(r.segments, [](const Segment& s) { return s.count == 0; });
     std::sort(r.segments.begin(), r.segments.end(),
@@ -134,12 +147,12 @@ void check_record(Record& r) {
     check_overlaps(r);
 }
 
-bool conflicts(const Record& later, const Record& earlier) {
+bool conflicts(const Record& later, const Record& earlier, std::uint64_t chunk) {
     // Memory needs no check: chunks are computed in order, and only that touches it.
-    const auto touched = [](const Record& r, bool reads) {
+    const auto touched = [chunk](const Record& r, bool reads) {
         std::vector<Range> out;
-        if (reads && r.src) out.push_back(in_file(*r.src, 12 * r.elements));
-        if (r.dst) out.push_back(in_file(*r.dst, 12 * r.elements));
+        if (reads && r.src) out.push_back(in_file(*r.src, r.state_bytes(chunk)));
+        if (r.dst) out.push_back(in_file(*r.dst, r.state_bytes(chunk)));
         if (r.out_file) out.push_back(in_file(*r.out_file, r.out_bytes));
         return out;
     };
@@ -149,12 +162,14 @@ bool conflicts(const Record& later, const Record& earlier) {
     return false;
 }
 
-bool share(const Record& a, const Record& b) {
-    const auto meet_in_memory = [](const Record& x, const Record& y) {
-        return overlap(x.state, x.state ? 12 * x.elements : 0, y.state, y.state ? 12 * y.elements : 0) ||
-               overlap(x.out, x.out_size, y.out, y.out_size);
+bool share(const Record& a, const Record& b, std::uint64_t chunk) {
+    const auto meet_in_memory = [chunk](const Record& x, const Record& y) {
+        return overlap(x.state, x.state ? x.state_bytes(chunk) : 0, y.state,
+                       y.state ? y.state_bytes(chunk) : 0) ||
+               overlap(x.out, x.out_size, y.out, y.out_size) ||
+               overlap(x.params, x.params ? x.out_size : 0, y.params, y.params ? y.out_size : 0);
     };
-    return conflicts(a, b) || conflicts(b, a) || meet_in_memory(a, b);
+    return conflicts(a, b, chunk) || conflicts(b, a, chunk) || meet_in_memory(a, b);
 }
 
 }  // namespace tz

@@ -206,8 +206,11 @@ std::string round_trip() {
 
 }  // namespace
 
-const std::string& probe_uring() {
-    static const std::string reason = round_trip();
+std::string probe_uring() {
+    static std::atomic<bool> works{false};
+    if (works) return {};
+    std::string reason = round_trip();
+    if (reason.empty()) works = true;
     return reason;
 }
 

@@ -49,7 +49,8 @@ class Ring {
     std::vector<std::string> flags_;
 };
 
-// "" when a read and a write really go through an io_uring in this process, else the reason. Measured once.
-const std::string& probe_uring();
+// "" when a read and a write really go through an io_uring in this process, else the reason. Tried until
+// it has worked once: a limit that is in the way now may not be later.
+std::string probe_uring();
 
 }  // namespace tz

@@ -19,21 +19,27 @@ unsigned checked_threads(unsigned threads) {
     return threads;
 }
 
+std::uint64_t checked_chunk(std::uint64_t chunk) {
+    if (chunk == 0 || chunk % 2048 != 0 || chunk > (std::uint64_t{1} << 40))
+        throw std::invalid_argument("chunk must be a positive multiple of 2048 elements, not " +
+                                    std::to_string(chunk));
+    return chunk;
+}
+
 }  // namespace
 
 Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbytes, std::uint64_t chunk,
-                 unsigned threads)
+                 unsigned threads, const StateFormat& format)
     : engine_(std::move(engine)),
-      chunk_(chunk),
+      chunk_(checked_chunk(chunk)),
+      state_bytes_(format.chunk_bytes(chunk)),
+      format_(format),
       buffers_(buffers),
       buffers_size_(nbytes),
       crew_(checked_threads(threads)),
       partial_(crew_.size()) {
-    if (chunk == 0 || chunk % 2048 != 0 || chunk > (std::uint64_t{1} << 40))
-        throw std::invalid_argument("chunk must be a positive multiple of 2048 elements, not " +
-                                    std::to_string(chunk));
     if (!is_aligned(buffers, kPage)) throw std::invalid_argument("buffers must start at a multiple of 4096");
-    const std::size_t slot_bytes = 14 * chunk;
+    const std::size_t slot_bytes = state_bytes_ + 2 * chunk;
     if (nbytes / slot_bytes < kMinSlots)
         throw std::invalid_argument("buffers of " + std::to_string(nbytes) +
                                     " bytes are too small: chunks of " + std::to_string(chunk) +
@@ -45,7 +51,12 @@ Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbyt
         free_.push_back(&slots_[i]);
     }
     engine_->fix(buffers, slots_.size() * slot_bytes);
-    thread_ = std::thread([this] { run(); });
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (...) {
+        engine_->unfix(buffers);
+        throw;
+    }
 }
 
 Stepper::~Stepper() {
@@ -53,11 +64,16 @@ Stepper::~Stepper() {
 }
 
 std::shared_ptr<Ticket> Stepper::submit(Record record) {
-    check_record(record);
+    if (record.format.chunk_bytes(chunk_) > state_bytes_)
+        throw std::invalid_argument("the record's state format has " +
+                                    std::to_string(record.format.chunk_bytes(chunk_)) +
+                                    " bytes a chunk, the stepper's buffers " + std::to_string(state_bytes_));
+    check_record(record, chunk_);
     const auto hits = [this](const void* p, std::size_t n) { return overlap(p, n, buffers_, buffers_size_); };
     if (hits(record.grads, record.grads_size) || hits(record.out, record.out_size) ||
-        hits(record.state, record.state ? 12 * record.elements : 0))
-        throw std::invalid_argument("grads, state or out lie in the stepper's own buffers");
+        hits(record.params, record.params ? record.out_size : 0) ||
+        hits(record.state, record.state ? record.state_bytes(chunk_) : 0))
+        throw std::invalid_argument("grads, state, out or params lie in the stepper's own buffers");
     if (foreign())
         throw std::invalid_argument("the stepper belongs to the parent process; make a new one after fork");
     std::list<Job> one;  // made before the ticket: nothing may fail once that is open
@@ -76,7 +92,7 @@ std::shared_ptr<Ticket> Stepper::submit(Record record) {
     while (place != jobs_.begin()) {
         const auto before = std::prev(place);
         if (before->record.due <= one.back().record.due || before->next == before->record.chunks(chunk_) ||
-            share(before->record, one.back().record))
+            share(before->record, one.back().record, chunk_))
             break;
         place = before;
     }
@@ -121,7 +137,7 @@ bool Stepper::can_fill() const {
         // The first job with chunks left. It may start while earlier ones are being written, unless they
         // share bytes.
         return job->next != 0 || std::none_of(jobs_.begin(), job, [&](const Job& earlier) {
-                   return conflicts(job->record, earlier.record);
+                   return conflicts(job->record, earlier.record, chunk_);
                });
     }
     return false;
@@ -140,15 +156,17 @@ void Stepper::fill() {
     chunk = {};
     chunk.begin = job->next * chunk_;
     chunk.count = std::min(chunk_, record.elements - chunk.begin);
-    chunk.state = record.state ? record.state + 3 * chunk.begin : reinterpret_cast<float*>(slot.memory);
+    chunk.layout = record.format.layout(chunk.count);
+    chunk.offset = (chunk.begin / chunk_) * record.format.chunk_bytes(chunk_);
+    chunk.state = record.state ? record.state + chunk.offset : slot.memory;
     if (record.out_file && chunk.begin + chunk.count > record.out_first) {
-        chunk.copy = slot.memory + 12 * chunk_;
+        chunk.copy = slot.memory + state_bytes_;
         chunk.copy_begin = std::max(chunk.begin, record.out_first);
     }
     ++job->next;
     ready_.push_back(&slot);
     if (record.src)
-        transfer(Op::read, slot, *record.src, 12 * chunk.begin, slot.memory, 12 * chunk.count);
+        transfer(Op::read, slot, *record.src, chunk.offset, slot.memory, chunk.layout.bytes);
     else
         slot.filled = true;
 }
@@ -173,7 +191,8 @@ Sums Stepper::update(Slot& slot) {
     const Record& record = slot.job->record;
     const ChunkView& chunk = slot.chunk;
     const std::uint64_t end = chunk.begin + chunk.count;
-    const std::uint64_t share = round_up((chunk.count + crew_.size() - 1) / crew_.size(), 64);
+    const std::uint64_t share =
+        round_up((chunk.count + crew_.size() - 1) / crew_.size(), record.format.granule());
     crew_.run([&](unsigned i) {
         const std::uint64_t from = std::min(end, chunk.begin + i * share), to = std::min(end, from + share);
         partial_[i] = update_range(record, chunk, from, to, record.dst || record.out_file);
@@ -190,7 +209,10 @@ void Stepper::drain(Slot& slot) {
     const Record& record = slot.job->record;
     const ChunkView& chunk = slot.chunk;
     ++slot.pending;  // this call's own, so that the slot is not released between the two writes
-    if (record.dst) transfer(Op::write, slot, *record.dst, 12 * chunk.begin, slot.memory, 12 * chunk.count);
+    if (record.dst) {
+        std::memset(slot.memory + chunk.layout.used, 0, chunk.layout.bytes - chunk.layout.used);
+        transfer(Op::write, slot, *record.dst, chunk.offset, slot.memory, chunk.layout.bytes);
+    }
     if (chunk.copy != nullptr) {
         const std::uint64_t at = 2 * (chunk.copy_begin - record.out_first);
         const std::uint64_t filled = 2 * (chunk.begin + chunk.count - chunk.copy_begin);

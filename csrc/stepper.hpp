@@ -21,11 +21,11 @@ namespace tz {
 
 class Stepper {
   public:
-    // `buffers` (4096-aligned) is cut into slots of 14 * chunk bytes: 12 of state, 2 of parameter copy per
-    // element. `chunk`: elements, a multiple of 2048. std::invalid_argument names the bytes that at least 3
-    // slots need.
+    // `buffers` (4096-aligned) is cut into slots: a chunk of `format`, at most which every record's may take,
+    // and 2 bytes of parameter copy per element. `chunk`: elements, a multiple of 2048. std::invalid_argument
+    // names the bytes that at least 3 slots need.
     Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbytes, std::uint64_t chunk,
-            unsigned threads);
+            unsigned threads, const StateFormat& format = {});
     ~Stepper();  // drains
 
     // Checks the record and queues it. Its memory and files stay in use until the ticket is released.
@@ -34,6 +34,8 @@ class Stepper {
     // Finishes what was queued, then ends the thread; idempotent. False when the drive keeps some of the
     // buffers: then this object must be kept for ever.
     bool close();
+    const StateFormat& format() const noexcept { return format_; }
+    std::uint64_t state_bytes(const Record& record) const { return record.state_bytes(chunk_); }
     bool foreign() const noexcept { return engine_->foreign(); }
 
   private:
@@ -69,7 +71,8 @@ class Stepper {
     Sums update(Slot& slot);
 
     const std::shared_ptr<Engine> engine_;
-    const std::uint64_t chunk_;
+    const std::uint64_t chunk_, state_bytes_;  // elements; bytes of state in a slot
+    const StateFormat format_;
     char* const buffers_;
     const std::size_t buffers_size_;
     Crew crew_;

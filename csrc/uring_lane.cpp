@@ -84,6 +84,7 @@ void UringLane::submit(Piece* chain) {
 }
 
 bool UringLane::order(std::function<void()> what) {
+    if (getpid() != owner_) return false;  // a forked child closes a file: neither thread nor lock is its own
     bool sleeping;
     {
         std::lock_guard lock(mutex_);
@@ -95,7 +96,7 @@ bool UringLane::order(std::function<void()> what) {
     return true;
 }
 
-bool UringLane::stop() {
+bool UringLane::stop(std::chrono::nanoseconds patience) {
     bool sleeping, stuck;
     {
         std::lock_guard lock(mutex_);
@@ -105,7 +106,7 @@ bool UringLane::stop() {
     if (sleeping) wake();
     {
         std::unique_lock lock(mutex_);
-        stuck = !changed_.wait_for(lock, std::chrono::milliseconds(200), [this] { return ended_; });
+        stuck = !changed_.wait_for(lock, patience, [this] { return ended_; });
     }
     if (!thread_.joinable()) return true;
     if (stuck)
@@ -315,7 +316,7 @@ bool UringLane::fix(const char* data, std::size_t n) {
                 std::find_if(buffers_.begin(), buffers_.end(), [](const Fixed& b) { return !b.data; });
             all = free != buffers_.end() &&
                   ring_->set_buffer(static_cast<unsigned>(free - buffers_.begin()), data + at, part);
-            if (all) *free = {data + at, part};
+            if (all) *free = {data + at, part, data};
         }
         done.set_value(all);
     });
@@ -326,19 +327,11 @@ bool UringLane::fix(const char* data, std::size_t n) {
 
 void UringLane::unfix(const char* data) {
     order([this, data] {
-        // The parts of one buffer lie end to end.
-        const char* at = data;
-        for (bool more = true; more;) {
-            more = false;
-            for (std::size_t i = 0; i < buffers_.size(); ++i)
-                if (buffers_[i].data && buffers_[i].data == at) {
-                    ring_->set_buffer(static_cast<unsigned>(i), nullptr, 0);
-                    at += buffers_[i].size;
-                    buffers_[i] = {};
-                    more = true;
-                    break;
-                }
-        }
+        for (std::size_t i = 0; i < buffers_.size(); ++i)
+            if (buffers_[i].whole == data) {
+                ring_->set_buffer(static_cast<unsigned>(i), nullptr, 0);
+                buffers_[i] = {};
+            }
     });
 }
 

@@ -27,7 +27,7 @@ class UringLane final : public Lane, public std::enable_shared_from_this<UringLa
     ~UringLane() override;
 
     void submit(Piece* chain) override;
-    bool stop() override;
+    bool stop(std::chrono::nanoseconds patience) override;
     bool fix(const char* data, std::size_t n) override;
     void unfix(const char* data) override;
     const char* name() const noexcept override { return "uring"; }
@@ -39,6 +39,7 @@ class UringLane final : public Lane, public std::enable_shared_from_this<UringLa
     struct Fixed {
         const char* data = nullptr;
         std::size_t size = 0;
+        const char* whole = nullptr;  // the buffer that this is a part of
     };
     void start(std::string& reason);
     void run();
@@ -56,6 +57,7 @@ class UringLane final : public Lane, public std::enable_shared_from_this<UringLa
     bool order(std::function<void()> what);  // to be run on the ring's thread; false once that has ended
 
     Sink& sink_;
+    const pid_t owner_ = getpid();
     int eventfd_ = -1;
     std::thread thread_;
     std::vector<std::string> flags_;

@@ -11,7 +11,7 @@ import pytest
 
 from tierzero.native import NATIVE
 
-collect_ignore_glob = [] if NATIVE is not None else ["test_native_*.py"]
+collect_ignore_glob = [] if NATIVE is not None else ["test_native_*.py", "test_io_*.py"]
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_placement_of_the_demo(tmp_path: Path) -> None:
     assert "103,055,872 parameters" in console.file.getvalue()  # type: ignore[attr-defined]
     check_disk(config, plan)
     with pytest.raises(OSError, match=r"needs 1024\.00 TiB and the drive has") as raised:
-        check_disk(config, dataclasses.replace(plan, nvme_bytes=1 << 50))
+        check_disk(config, dataclasses.replace(plan, nvme_min=1 << 50))
     assert raised.value.errno == errno.ENOSPC
 
 

@@ -70,6 +70,26 @@ def test_killed_at_random_moments(tmp_path: Path, straight: Path) -> None:
     same_end(out, straight)
 
 
+def test_killed_while_updates_run_in_backward(tmp_path: Path) -> None:
+    """Updates that begin in backward, killed inside steps: the end is that of a run whose updates wait."""
+    settings = [*SETTINGS, "train.clip=0"]
+    waiting, out = tmp_path / "waiting", tmp_path / "out"
+    assert train(waiting, *settings, "train.overlap=deferred").returncode == 0
+    moments = [f"step {step}/" for step in (1, 4, 5, 8)]
+    flags: tuple[str, ...] = ()
+    for number, moment in enumerate(moments):
+        code, _, errors = interrupt(
+            out, *settings, "train.overlap=eager", flags=flags, line=moment, signal=signal.SIGKILL
+        )
+        assert code == -signal.SIGKILL, errors
+        flags = ("--resume",) if number else ("--overwrite",)
+    done = train(out, *settings, "train.overlap=eager", flags=flags)
+    assert done.returncode == 0, done.stderr
+    assert losses(out) == losses(waiting)
+    for path in (waiting / "export").glob("*.safetensors"):
+        assert (out / "export" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_a_run_that_stopped_before_its_first_checkpoint(tmp_path: Path, straight: Path) -> None:
     out = tmp_path / "out"
     interrupt(out, *SETTINGS, line="initialising", signal=signal.SIGKILL)

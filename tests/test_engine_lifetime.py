@@ -252,3 +252,19 @@ def test_a_pin_that_nobody_gives_back(tmp_path: Path) -> None:
     assert torch.equal(first, loss_of(model, batch))
     assert len(units[0].pins) == 0
     tz.close(model)
+
+
+def test_an_eviction_that_meets_a_pin_is_taken_back(tmp_path: Path) -> None:
+    """Whoever pins first keeps the bytes; afterwards they may go."""
+    with tiered(make(Net), tiers_for(make(Net), "nvme", tmp_path / "store")) as run:
+        residency = run.engine.pager.residency
+        unit, pin = run.engine.units[0], Pin()
+        run.engine.pager.acquire(unit, pin, record=False)
+        assert not run.engine.loop.do(lambda: residency._evict(unit))
+        assert unit.residency is State.READY
+        run.engine.loop.do(lambda: residency.stale(unit))
+        assert unit.residency is State.READY
+        run.engine.pager.release(unit, pin)
+        run.engine.pager.release(unit, pin)  # as often as one likes
+        run.engine.pager.mark_stale(unit)
+        assert unit.residency is not State.READY or unit.prefetched

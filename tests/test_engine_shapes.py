@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import DIM, VOCAB, Block, Net
-from oracle import check
-from pairs import evaluation_before
+from oracle import check, train_both
+from pairs import evaluation_before, pair
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
@@ -100,6 +100,28 @@ def test_weights_handed_out(tmp_path: Path) -> None:
         accumulate=2,
         units=lambda model: [*model.layers, model.positions, model.table, model.embed, model.head],
     )
+
+
+class Peeking(Block):
+    """Looks at the weights that the block before it left in the graph."""
+
+    seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        nodes = [x.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is not None:
+                nodes += [before for before, _ in node.next_functions]
+                Peeking.seen += getattr(node, "_saved_mat2", None) is not None
+        return super().forward(x)
+
+
+def test_saved_weights_read_in_forward(tmp_path: Path) -> None:
+    """Reading what autograd saved pages an earlier block in while a later one runs, and takes nothing from that."""
+    with pair(tmp_path, lambda: Net(block=Peeking), spare=1 << 16) as (plain, run):
+        train_both([("", run)], plain, 3)
+    assert Peeking.seen
 
 
 class Listed(nn.Module):

@@ -8,6 +8,10 @@ on the inputs would change the order in which their gradients are summed (and re
 of these only say when bytes may leave; that they are there is the unpack hook's business. The live parameters are
 registered meanwhile: what a checkpoint inside the unit recomputes may use them without calling the unit's module.
 
+Note [cut short backwards]
+After an error autograd drops the callback that would have told the end, and its `__del__` tidies up. A gradient that no
+hook has taken yet is dropped with it: left in the live parameter, the next one would be added to it.
+
 Private torch names used here, and why:
 - torch._C._current_graph_task_id: the only way to know that a forward runs inside a backward.
 - Variable._execution_engine.queue_callback: the only way to run code at the end of a backward, for units whose input
@@ -82,7 +86,8 @@ class Backward:
             self._backward_begins(unit)
 
     def _backward_begins(self, unit: Unit) -> None:
-        self.end_frames(torch._C._current_graph_task_id())  # recomputed, but an exception in its hook was silenced
+        if in_backward():  # frames are left of it where torch silenced an exception in the hook after a recomputation
+            self.end_frames(torch._C._current_graph_task_id())
         self.note_task()
         self.pager.begin_backward(unit, record=True)
 

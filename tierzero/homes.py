@@ -7,20 +7,24 @@ of the last snapshot, the snapshot's extent is taken once more and nothing is wr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from tierzero.checksum import Sums, checksum, combine
-from tierzero.errors import StoreError
+from tierzero.errors import BudgetError, StoreError
 from tierzero.extents import Extent
+from tierzero.generic import GenericState, kept_from
 from tierzero.layout import STATE_BYTES
 from tierzero.manifest import Snapshot
 from tierzero.metrics import Metrics
 from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.share import HostShare, LooseBlock
 from tierzero.store import Store
-from tierzero.tiers.host import HostArena
+from tierzero.tiers.host import Block, HostArena
 from tierzero.unit import Unit
 
 
@@ -30,6 +34,7 @@ class Homes:
     def __init__(self, store: Store | None, arena: HostArena, metrics: Metrics, chunk: int) -> None:
         self.store = store
         self.arena = arena
+        self.share = HostShare(arena, metrics.host_budget)
         self.metrics = metrics
         self.chunk = chunk
         self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
@@ -64,8 +69,8 @@ class Homes:
     async def create_state(self, unit: Unit) -> None:
         layout, chunk = unit.layout, self.chunk
         name = f"{unit.name}/state"
-        if unit.state_host:
-            block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
+        block = self._state_block(unit, layout.state_bytes)
+        if block is not None:
             record = HostRecord(block.tensor[: layout.state_bytes])
             record.data.zero_()
             state = StateRecord(record, layout.elements, chunk)
@@ -100,9 +105,14 @@ class Homes:
     async def _master(self, unit: Unit, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) of the unit's parameters in float32, zero where there is none."""
         out = torch.zeros(last - first, dtype=torch.float32)
+        generic = unit.generic
         for index, place in enumerate(unit.layout.places):
             lo, hi = max(first, place.elem), min(last, place.elem + place.spec.numel)
             if place.elem < 0 or lo >= hi:
+                continue
+            if generic is not None and index in generic.kept and generic.kept[index].master is not None:
+                master = (await generic.read(generic.kept[index].master)).view(-1)
+                out[lo - first : hi - first] = master[lo - place.elem : hi - place.elem]
                 continue
             part = torch.empty(hi - lo, dtype=unit.live[index].dtype)
             await unit.read_region(
@@ -120,8 +130,8 @@ class Homes:
         if name in store.current:
             on_disk = DiskRecord(store, name, layout.state_bytes, self.metrics)
             unit.state = StateRecord(on_disk, layout.elements, self.chunk)
-            if unit.state_host:
-                block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
+            block = self._state_block(unit, layout.state_bytes)
+            if block is not None:
                 record = HostRecord(block.tensor[: layout.state_bytes])
                 await on_disk.read(0, record.data)
                 self._note(name, record)
@@ -148,6 +158,91 @@ class Homes:
                 )
         if unit.state is not None and not unit.state.on_disk:
             store.remove(name)
+
+    def _state_block(self, unit: Unit, nbytes: int) -> Block | LooseBlock | None:
+        """Host memory for optimizer state of the unit, or None for NVMe: what was meant for it may be taken by an
+        optimizer that was not known then.
+        """
+        if not unit.state_host:
+            return None
+        try:
+            return self.share.block(nbytes, f"optimizer state of unit {unit.name}")
+        except BudgetError:
+            if self.store is None:
+                raise
+            return None
+
+    # -- states of other optimizers; see generic.py
+
+    def generic_place(self, unit: Unit, nbytes: int) -> tuple[HostRecord | DiskRecord | None, Any]:
+        """A record of `nbytes` for the unit's generic state, and its memory: where AdamW's state would go, on NVMe if
+        the host budget has no room. What the unit has now serves again if it fits.
+        """
+        if nbytes == 0:
+            return None, None
+        old: GenericState | None = unit.generic
+        before = old.record if old is not None else None
+        if old is not None and isinstance(before, HostRecord) and before.nbytes == nbytes:
+            return before, old.block
+        block = self._state_block(unit, nbytes)
+        if block is not None:
+            record = HostRecord(block.tensor[:nbytes])
+            record.version = before.version if isinstance(before, HostRecord) else 0
+            return record, block
+        assert self.store is not None
+        return DiskRecord(self.store, f"{unit.name}/optim", nbytes, self.metrics), None
+
+    async def move_out(self, unit: Unit) -> None:
+        """Take the unit's parameters from host memory to NVMe."""
+        store, block = self.store, unit.host_flat
+        assert store is not None
+        assert block is not None
+        if unit.arrival is not None:
+            await asyncio.wait([unit.arrival])
+        if unit.ready_event is not None:
+            unit.ready_event.synchronize()  # a copy to the device may still read them
+        for region, record in list(unit.records.items()):
+            if region == "fp32" and unit.state is not None:  # the masters in its record
+                del unit.records[region]
+                continue
+            assert isinstance(record, HostRecord)
+            on_disk = DiskRecord(store, f"{unit.name}/{region}", record.nbytes, self.metrics)
+            self.metrics.add("nvme_written_expected", record.nbytes)
+            await store.put(on_disk.name, record.data)
+            unit.records[region] = on_disk
+        unit.host_flat = None
+        block.free()
+
+    def publish_generic(self, unit: Unit, new: GenericState) -> None:
+        """Make `new` the unit's generic state."""
+        old, unit.generic = unit.generic, new
+        self.drop_generic(unit, old)
+
+    def drop_generic(self, unit: Unit, gone: GenericState | None) -> None:
+        """Give up what only `gone` has."""
+        now: GenericState | None = unit.generic
+        if gone is None or gone is now:
+            return
+        if gone.block is not None and (now is None or gone.block is not now.block):
+            gone.block.free()
+        record = gone.record if now is not None and not isinstance(now.record, DiskRecord) else None
+        if isinstance(record, DiskRecord) and record.name in record.store.current:
+            record.store.remove(record.name)
+
+    async def reopen_generic(self, unit: Unit) -> None:
+        """Take the unit's generic state from the snapshot, if it has one; all units have their memory by now."""
+        assert self.store is not None
+        assert self.store.resumed is not None
+        described = self.store.resumed.meta["engine"].get("generic", {}).get(unit.name)
+        if described is None:
+            return
+        record, block = self.generic_place(unit, described["nbytes"])
+        if isinstance(record, HostRecord):
+            on_disk = DiskRecord(self.store, f"{unit.name}/optim", record.nbytes, self.metrics)
+            await on_disk.read(0, record.data)
+            self._note(on_disk.name, record)
+            self.store.remove(on_disk.name)
+        unit.generic = GenericState(record, block, kept_from(described))
 
     def _note(self, name: str, record: HostRecord) -> None:
         """The host record now equals the record `name` of the snapshot that was opened."""
@@ -190,3 +285,5 @@ def _in_host(units: list[Unit]) -> Iterator[tuple[str, HostRecord]]:
                 yield f"{unit.name}/{region}", record
         if unit.state is not None and isinstance(unit.state.record, HostRecord):
             yield f"{unit.name}/state", unit.state.record
+        if unit.generic is not None and isinstance(unit.generic.record, HostRecord):
+            yield f"{unit.name}/optim", unit.generic.record

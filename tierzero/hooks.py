@@ -12,8 +12,10 @@ A forward that runs inside a backward (activation checkpointing) is not a use of
 counted already.
 
 Note [cut short]
-KeyboardInterrupt passes forward hooks by, so frames may be left behind. The next forward of the root takes them for
-stale, unless the root is already running further up the Python stack (a model that calls itself, `generate`).
+KeyboardInterrupt passes forward hooks by, and an exception from a signal handler may end a hook anywhere (see Note
+[signals] in loop.py), so frames may be left behind. A frame is listed before anything is done for it and until all of
+it is undone, and undoing twice is harmless. The next forward of the root takes the frames that are left for stale,
+unless the root is already running further up the Python stack (a model that calls itself, `generate`).
 
 Private torch names used here, and why:
 - nn.Module._call_impl: its code object, to see whether the root is running further up the stack.

@@ -41,7 +41,8 @@ class Plan:
     host_budget: int
     host_needed: int
     host_min: int
-    nvme_bytes: int
+    nvme_bytes: int  # with room for updates that begin in backward
+    nvme_min: int  # updates begin at the step
     step_nvme_read: int
     step_nvme_written: int
     step_h2d: int
@@ -109,13 +110,15 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
     fetched = [count * layout.flat_bytes for count, layout in zip(fetches, layouts, strict=True)]
     changing = state_nvme + copies
     largest = max((layout.state_bytes + layout.flat_bytes for layout in layouts), default=0)
-    nvme = 0
+    nvme = nvme_min = 0
     if directories:
+        held = changing + frozen
         spare = 3 * largest
         if snapshots:
-            nvme = changing + param_host + state_host
+            held += changing + param_host + state_host
             spare = max(spare, state_host + trained_host)  # the last snapshot stands while they are written again
-        nvme += changing + frozen + spare
+        nvme_min = held + spare
+        nvme = held + max(spare, changing)  # updates that begin in backward write a second version of everything
     grads = sum(layout.grad_bytes for layout in layouts)
     return Plan(
         params=sum(spec.numel for spec in specs),
@@ -135,6 +138,7 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
         host_needed=placement.host_needed,
         host_min=placement.host_min,
         nvme_bytes=nvme,
+        nvme_min=nvme_min,
         step_nvme_read=state_nvme + sum(n for n, there in zip(fetched, placement.param_host, strict=True) if not there),
         step_nvme_written=changing,
         step_h2d=sum(fetched),

@@ -9,13 +9,13 @@ import hashlib
 import json
 import math
 import os
-import re
 import tempfile
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from tierzero.drives import existing_parent, mount_of
 
 FORMAT = 1  # of the files; another number is another program's
 _PAGE = 4096
@@ -55,35 +55,10 @@ def directory() -> Path:
 
 def drive_key(path: str | os.PathLike[str]) -> str:
     """What identifies the file system of `path`, or of its nearest existing parent: "source type major:minor"."""
-    place = Path(os.path.realpath(path))
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    device = os.stat(place).st_dev
-    source, kind = "unknown", "unknown"
-    depth = -1
-    for point, mounted, fstype in _mounts():
-        # a later mount on the same point hides the earlier one
-        if (place == point or point in place.parents) and len(point.parts) >= depth:
-            source, kind, depth = mounted, fstype, len(point.parts)
+    device = os.stat(existing_parent(path)).st_dev
+    mount = mount_of(path)
+    source, kind = ("unknown", "unknown") if mount is None else (mount.source, mount.fs_type)
     return f"{source} {kind} {os.major(device)}:{os.minor(device)}"
-
-
-def _mounts() -> Iterator[tuple[Path, str, str]]:
-    """(mount point, source, file system type) of every mount, in the order they were made; none without /proc."""
-    try:
-        text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-    except OSError:
-        return
-    for line in text.splitlines():
-        left, found, right = line.partition(" - ")
-        head, tail = left.split(" "), right.split(" ")
-        if found and len(head) > 4 and len(tail) > 1:
-            yield Path(_plain(head[4])), _plain(tail[1]), tail[0]
-
-
-def _plain(word: str) -> str:
-    """The kernel writes spaces and the like as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), word)
 
 
 def file_of(key: str) -> Path:

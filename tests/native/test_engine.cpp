@@ -172,9 +172,10 @@ static void bad_arguments(TempDir& dir) {
 
 // A drive that does not answer: the error comes in time, names everything, and the memory stays until it
 // does.
-static std::atomic<int> lost{0};
+static std::atomic<int> lost{0}, lost_reads{0};
 static std::atomic<bool> frozen{false};
-static ssize_t lost_completion(Op, ssize_t result) {
+static ssize_t lost_completion(Op op, ssize_t result) {
+    if (op == Op::read && lost_reads > 0 && lost_reads-- > 0) return SysCalls::kLost;
     return lost > 0 && lost-- > 0 ? SysCalls::kLost : result;
 }
 static ssize_t slow_pwrite(int fd, const void* p, std::size_t n, off_t at) {
@@ -195,7 +196,7 @@ static void a_request_that_never_completes(TempDir& dir) {
     Slab data(1 << 20);
     EngineOptions options =
         make(2, 65536, {.pread = ::pread, .pwrite = slow_pwrite, .completion = lost_completion});
-    options.deadline = std::chrono::milliseconds(100);
+    options.deadline = std::chrono::seconds(1);
     auto engine = std::make_unique<Engine>(options);
     const bool ring = kind == EngineKind::uring && file.direct();
     if (ring)
@@ -223,6 +224,66 @@ static void a_request_that_never_completes(TempDir& dir) {
     frozen = false;
     if (ring) return;
     std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the thread that was left writes and goes
+}
+
+static ssize_t slow_pread(int fd, void* p, std::size_t n, off_t at) {
+    while (frozen) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return ::pread(fd, p, n, at);
+}
+
+// A read that is overdue keeps its memory, and neither other reads nor writes from going on.
+static void a_read_that_never_completes(TempDir& dir) {
+    for (const bool bounced : {false, true}) {
+        File file(dir.file("deaf"), true, true);
+        Slab data(1 << 20);
+        EngineOptions options =
+            make(4, 65536, {.pread = slow_pread, .pwrite = ::pwrite, .completion = lost_completion});
+        options.deadline = std::chrono::seconds(1);
+        auto engine = std::make_unique<Engine>(options);
+        wait(engine->transfer(Op::write, file, 0, data.data(), 1 << 19));
+        const bool ring = kind == EngineKind::uring && file.direct();
+        if (ring)
+            lost_reads = 1;
+        else
+            frozen = true;
+        const auto first = engine->transfer(Op::read, file, 0, data.data() + bounced, 65536);
+        expect_timeout(*first, file);
+        CHECK(!first->released());
+        wait(engine->transfer(Op::write, file, 0, data.data() + (1 << 19), 65536));
+        CHECK(engine->completions()->reap().size() == 3);
+        if (!ring) {
+            frozen = false;
+            while (!first->released()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        wait(engine->transfer(Op::read, file, 65536, data.data() + (1 << 19), 65536));
+        if (!ring) frozen = true;
+        const auto last = engine->transfer(Op::read, file, 0, data.data(), 65536);
+        if (!ring) {
+            CHECK(last->wait(std::nullopt) && !last->released());
+        }
+        engine.reset();  // does not hang
+        frozen = false;
+        if (!ring) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+}
+
+static void a_buffer_registered_twice(TempDir& dir) {
+    File file(dir.file("twice"), true, true);
+    Engine engine(make(2, 65536));
+    Slab data(1 << 20);
+    wait(engine.transfer(Op::write, file, 0, data.data(), 4096));
+    for (int i = 0; i < 100; ++i) {  // more often than there are places
+        engine.fix(data.data(), data.size());
+        engine.fix(data.data(), 4096);
+        engine.fix(data.data() + 4096, data.size() - 4096);
+    }
+    wait(engine.transfer(Op::write, file, 0, data.data(), data.size()));
+    engine.unfix(data.data());
+    engine.unfix(data.data());
+    CHECK(!engine.fix(data.data(), 0));
+    wait(engine.transfer(Op::read, file, 0, data.data(), data.size()));
+    const auto drives = engine.drives();
+    CHECK(drives.size() == 1 && drives[0].bytes_read == data.size());
 }
 
 static void striped_files(TempDir& dir) {
@@ -263,7 +324,9 @@ static void everything(TempDir& dir) {
     closing_drains(dir);
     bad_arguments(dir);
     striped_files(dir);
+    a_buffer_registered_twice(dir);
     a_request_that_never_completes(dir);
+    a_read_that_never_completes(dir);
 }
 
 int main() {

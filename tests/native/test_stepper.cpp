@@ -82,8 +82,9 @@ static std::vector<Segment> segments(int turn) {
 static void step_whole(Planes& a, const std::vector<char>& grads, int turn) {
     for (const Segment& s : segments(turn))
         if (s.grad >= 0)
-            adamw(a.p.data() + s.first, a.m.data() + s.first, a.v.data() + s.first, grads.data() + s.grad,
-                  nullptr, s.count, {s.grad_type, false, Dtype::f32}, s.scalars, 1);
+            adamw({a.p.data() + s.first, a.m.data() + s.first, a.v.data() + s.first, nullptr,
+                   grads.data() + s.grad, nullptr},
+                  s.count, {s.grad_type, false, Dtype::f32}, s.scalars, 1);
 }
 
 static std::vector<char> copy_of(const Planes& a) {
@@ -200,7 +201,7 @@ static void every_write_may_fail(TempDir& dir) {
     Record r = record_on(file, 0, kSpan, 2 * kSpan, grads, 0);
     r.src.reset();
     r.dst.reset();
-    r.state = state.data();
+    r.state = reinterpret_cast<char*>(state.data());
     writes_left = 0;
     const auto bad = stepper.submit(std::move(r));
     CHECK(bad->wait(std::nullopt));

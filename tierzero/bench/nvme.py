@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
@@ -18,8 +17,7 @@ from tierzero.bench import fio
 from tierzero.bench.scratch import Scratch, check_directory, fit, native
 from tierzero.bench.search import Found, Search, engines, settings_of, summary
 from tierzero.bench.stream import KINDS
-
-_WEIGHT = 8  # stripes that the fastest drive takes in a turn
+from tierzero.stripes import stripe_weights
 
 
 @dataclass
@@ -153,7 +151,7 @@ def measure(
         keys = [profiles.drive_key(path) for path in paths]
         if len(set(keys)) < len(keys):
             report.notes.append("some of these paths are on the same drive: together they cannot be faster than it")
-        report.weights = weights_of([_pace(found) for found in report.found])
+        report.weights = stripe_weights([_pace(found) for found in report.found])
         report.together = search(paths, "together", len(paths), report.weights)
     report.seconds = time.perf_counter() - start
     return report
@@ -163,13 +161,6 @@ def _pace(found: Found) -> float:
     """Bytes/s of reads and writes at the same time, which is what an optimizer's step does."""
     assert found.winner is not None
     return found.rate(found.winner, "mixed")
-
-
-def weights_of(pace: Sequence[float]) -> list[int]:
-    """Stripes that each drive takes in a turn, in proportion to its pace."""
-    weights = [max(1, round(_WEIGHT * one / max(pace))) for one in pace]
-    common = math.gcd(*weights)
-    return [weight // common for weight in weights]
 
 
 def _save(path: Path, found: Found, report: Report) -> Path | None:

@@ -13,10 +13,10 @@ from typing import Any
 from tierzero.errors import ConfigError, TierzeroError
 from tierzero.native import NATIVE
 from tierzero.sizes import format_size
+from tierzero.stripes import STRIPE
 
 UNIT = 1 << 21  # sizes are multiples of this
 MINIMUM = 32 << 20  # bytes below which nothing useful is measured
-STRIPE = 1 << 20  # bytes of a member at a time, where there are several
 _SHARE = 0.9  # of the free space, at most: others write there too
 
 
@@ -65,31 +65,26 @@ def fit(paths: Sequence[Path], size: int, weights: Sequence[int]) -> tuple[int, 
 class Scratch:
     """One file on each directory of `paths`, as one logical file of `size` bytes; a context manager.
 
-    The names are gone once the files are open, so that nothing is left behind however the process ends. `file` is the
+    The files have no names (where a file system cannot make such, the names are gone at once), so that nothing is left
+    behind however the process ends. `file` is the
     `_native.File`; `fd_paths` are names by which other processes can open the members while this one lives.
     """
 
     def __init__(self, paths: Sequence[Path], size: int, weights: Sequence[int] = (1,)) -> None:
         self.size = size
         self._fds: list[int] = []
-        names: list[str] = []
+        self.file: Any = None
         try:
             for path in paths:
-                name = str(path / f".tierzero-bench-{os.getpid()}-{secrets.token_hex(8)}")
-                # O_EXCL: whatever has this name already is somebody's
-                self._fds.append(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-                names.append(name)
-            striped = {} if len(names) == 1 else {"weights": list(weights), "stripe": STRIPE}
+                self._fds.append(_nameless(path))
+            striped = {} if len(paths) == 1 else {"weights": list(weights), "stripe": STRIPE}
+            names = self.fd_paths
             self.file = native().File(names if striped else names[0], create=False, **striped)
-        except BaseException:
-            for fd in self._fds:
-                os.close(fd)
-            raise
-        finally:
-            for name in names:
-                os.unlink(name)
-        try:
             self.file.preallocate(size)
+        except OSError as error:
+            number = names.index(error.filename) if error.filename in (names := self.fd_paths) else 0
+            self.close()
+            raise OSError(error.errno, error.strerror, str(paths[number])) from error
         except BaseException:
             self.close()
             raise
@@ -104,7 +99,8 @@ class Scratch:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
         for fd in self._fds:
             os.close(fd)
         self._fds = []
@@ -114,3 +110,17 @@ class Scratch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _nameless(directory: Path) -> int:
+    """The descriptor of a new file without a name in `directory`."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            raise
+    name = directory / f".tierzero-bench-{os.getpid()}-{secrets.token_hex(8)}"
+    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)  # O_EXCL: what has this name already is somebody's
+    os.unlink(name)
+    return fd

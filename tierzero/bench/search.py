@@ -10,11 +10,11 @@ from typing import Any
 
 from tierzero.bench import fio
 from tierzero.bench.scratch import Scratch, native
-from tierzero.bench.stream import KINDS, Buffers, Sample, Setting, rates, run
+from tierzero.bench.stream import KINDS, LEAST_REQUEST, Buffers, Sample, Setting, rates, request_for, run
 
 MIB = 1 << 20
 # block, depth: the engine's default first, and the state chunks of 256 Ki elements x 12 bytes
-GRID = [(4, 8), (3, 8), (2, 16), (1, 32), (3, 16), (4, 16), (8, 4), (8, 8)]
+GRID = [(8, 16), (4, 8), (8, 32), (8, 8), (4, 16), (2, 32), (3, 16), (1, 32)]
 _FINALISTS = 4
 _NEAR = 0.98  # settings this close to the best are equal: the one that costs less CPU wins
 # of the time: the first writing of the file, the grid, the finals, the comparison, and the long runs of each kind
@@ -44,6 +44,7 @@ class Found:
     alignment: int = 0
     huge_pages: float = 0.0
     samples: dict[tuple[Setting, str], list[Sample]] = field(default_factory=dict)
+    finalists: list[Setting] = field(default_factory=list)
     winner: Setting | None = None
     long: dict[str, Long] = field(default_factory=dict)
     against: dict[str, list[tuple[Sample, fio.Result]]] = field(default_factory=dict)
@@ -67,9 +68,10 @@ class Found:
         return float(product ** (1 / len(KINDS)))
 
     def ranking(self) -> list[Setting]:
-        """Best first; among equals the cheaper one."""
-        order = sorted(self.settings, key=self.score, reverse=True)
-        near = [s for s in order if self.score(s) >= _NEAR * self.score(order[0])]
+        """Best first, among equals the cheaper one; those of the finals before those that were measured once."""
+        order = sorted(self.settings, key=lambda s: (s in self.finalists, self.score(s)), reverse=True)
+        final = [s for s in order if s in self.finalists] or order
+        near = [s for s in final if self.score(s) >= _NEAR * self.score(final[0])]
         near.sort(key=lambda s: sum(self.cpu(s, kind) for kind in KINDS))
         return near + [s for s in order if s not in near]
 
@@ -115,6 +117,7 @@ class Search:
         self.compare = compare
         self.shares = _WITH_FIO if compare else _PLAIN
         self.found = Found(list(settings))
+        self.request = LEAST_REQUEST
         self._progress = progress
         self._start = 0.0
         self._until = 0.0
@@ -129,6 +132,7 @@ class Search:
         patience = max(self._left(), 0.5)
         fill = self._phase(found.settings[0], buffers, "write", patience, nbytes=scratch.size, what="first writing")
         found.fill, found.size = fill, fill.written // (2 * MIB) * (2 * MIB)
+        self.request = request_for(fill.rate)
         found.direct, found.alignment = bool(scratch.file.direct), int(scratch.file.alignment)
         found.huge_pages = buffers.huge_share
         self._stage("grid")
@@ -181,6 +185,7 @@ class Search:
             seconds=seconds,
             nbytes=nbytes,
             size=self.found.size or None,
+            request=self.request,
             drives=self.drives,
             tick=tick,
         )
@@ -205,6 +210,7 @@ class Search:
     def _finals(self, buffers: Buffers) -> None:
         """The best of the grid again, in turns, so that a drive's moods hit all of them."""
         best = sorted(self.found.settings, key=self.found.score, reverse=True)[:_FINALISTS]
+        self.found.finalists = best
         each = max(self._left() / (3 * len(KINDS) * len(best)), 0.02)
         while len(best) > 1 and self._left() > each * len(KINDS):
             for setting in best:

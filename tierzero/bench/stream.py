@@ -12,7 +12,7 @@ from typing import Any
 from tierzero.bench.scratch import Scratch, native
 
 KINDS = ("read", "write", "mixed")
-_PIECES = 8  # blocks per request: records are large, and the splitting of them is measured too
+LEAST_REQUEST, MOST_REQUEST = 32 << 20, 128 << 20  # bytes; the engine splits them into blocks
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Sample:
 
 
 class Buffers:
-    """Memory for the requests of any setting up to `block` x `depth` bytes, in huge pages where they are to be had."""
+    """Memory for requests of up to `request` bytes of any of the settings, in huge pages where they are to be had."""
 
-    def __init__(self, settings: Sequence[Setting], drives: int = 1) -> None:
+    def __init__(self, settings: Sequence[Setting], drives: int = 1, request: int = MOST_REQUEST) -> None:
         import numpy as np
 
-        self.slab = native().Slab(max(request_bytes(s) * requests(s, drives) for s in settings))
+        self.slab = native().Slab(max(request * requests(s, request, drives) for s in settings))
         self.array = self.slab.array()
         # not all zeros: drives and hypervisors may know those
         noise = np.random.default_rng(0).integers(0, 256, min(8 << 20, self.slab.nbytes), dtype=np.uint8)
@@ -70,13 +70,18 @@ class Buffers:
         return float(self.slab.huge_bytes() / self.slab.nbytes)
 
 
-def request_bytes(setting: Setting) -> int:
-    return setting.block * _PIECES
+def requests(setting: Setting, request: int, drives: int = 1) -> int:
+    """Requests of so many bytes in flight: enough for the engine's depth on every drive, and one to go on with."""
+    return -(-setting.depth * setting.block * drives // request) + 1
 
 
-def requests(setting: Setting, drives: int = 1) -> int:
-    """Requests in flight: enough for the engine's depth on every drive, and one to go on with."""
-    return -(-setting.depth * drives // _PIECES) + 1
+def request_for(rate: float) -> int:
+    """Bytes of a request on a drive that does `rate` bytes/s: some 30 ms.
+
+    Fewer and larger ones cost less outside the engine, which is what is measured; on a slow drive they would take
+    longer than the phases.
+    """
+    return min(max(LEAST_REQUEST, int(rate * 0.03)), MOST_REQUEST)
 
 
 def open_engine(setting: Setting) -> Any:
@@ -93,16 +98,19 @@ def run(
     seconds: float = float("inf"),
     nbytes: int | None = None,
     size: int | None = None,
+    request: int = LEAST_REQUEST,
     drives: int = 1,
     tick: Callable[[float], None] | None = None,
     engine: Any = None,
 ) -> Sample:
     """Transfers in order over the first `size` bytes of the file, round and round, for `seconds` or `nbytes`.
 
-    "mixed" reads the first half and writes the second, as many requests of each. `tick` is called with the seconds
-    passed at every completion. `engine`: one to use and leave open, instead of one of `setting`.
+    "mixed" reads the first half and writes the second, as many requests of each. `request`: bytes of one, cut to whole
+    blocks. `tick` is called with the seconds passed at every completion. `engine`: one to use and leave open, instead
+    of one of `setting`.
     """
     own = engine is None
+    length = request // setting.block * setting.block
     engine = open_engine(setting) if own else engine
     try:
         if engine.name == "uring":
@@ -110,7 +118,9 @@ def run(
         if kind != "write" and not scratch.file.direct:
             scratch.file.sync()
             scratch.forget_cached()
-        return _run(engine, setting, scratch, buffers, kind, seconds, nbytes, size or scratch.size, drives, tick)
+        return _run(
+            engine, setting, scratch, buffers, kind, seconds, nbytes, size or scratch.size, length, drives, tick
+        )
     finally:
         if own:
             engine.close()
@@ -125,15 +135,15 @@ def _run(
     seconds: float,
     nbytes: int | None,
     size: int,
+    length: int,
     drives: int,
     tick: Callable[[float], None] | None,
 ) -> Sample:
     file = scratch.file
     half = size // 2 // 4096 * 4096
-    length = request_bytes(setting)
     spans = {"read": (0, half if kind == "mixed" else size), "write": (half if kind == "mixed" else 0, size)}
     offsets = {name: first for name, (first, _) in spans.items()}
-    slots = [buffers.array[i * length : (i + 1) * length] for i in range(requests(setting, drives))]
+    slots = [buffers.array[i * length : (i + 1) * length] for i in range(requests(setting, length, drives))]
     flying: dict[Any, tuple[int, str]] = {}
     free = list(range(len(slots)))
     moved = {"read": 0, "write": 0}

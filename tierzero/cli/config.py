@@ -100,6 +100,7 @@ class TrainSection(Section):
     warmup: Annotated[int, Field(ge=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip: Annotated[float, Field(ge=0)] = 1.0
+    overlap: Literal["auto", "eager", "deferred"] = "auto"
     accumulate: Positive = 2
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     save_every: Positive = 20

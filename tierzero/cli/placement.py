@@ -60,10 +60,10 @@ def check_disk(config: Config, plan: Plan) -> None:
     if plan.disk_free is None:
         return
     taken = sum(path.stat().st_blocks * 512 for store in config.stores for path in store.glob("*") if path.is_file())
-    if plan.nvme_bytes > plan.disk_free + taken:
+    if plan.nvme_min > plan.disk_free + taken:
         raise OSError(
             errno.ENOSPC,
-            f"the store in {config.store} needs {format_size(plan.nvme_bytes)} and the drive has "
+            f"the store in {config.store} needs {format_size(plan.nvme_min)} and the drive has "
             f"{format_size(plan.disk_free + taken)} for it: free some space, "
             "or set tiers.nvme to a directory on a larger drive",
             str(config.store),

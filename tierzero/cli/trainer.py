@@ -61,7 +61,8 @@ class Trainer:
         self.view = view
         self.sampler = Sampler(task.corpus, config.data.sequence, config.data.batch, config.train.seed)
         self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = tz.AdamW(parameter_groups(model, config.train.weight_decay), lr=config.lr)
+        groups = parameter_groups(model, config.train.weight_decay)
+        self.optimizer = tz.AdamW(groups, lr=config.lr, overlap=config.train.overlap)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(config))
         self.step = 0
         self.saved: int | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import shlex
 import warnings
 from pathlib import Path
 
+from tierzero import profiles
 from tierzero.doctor import direct, filesystems, native
 from tierzero.doctor.finding import Finding, one_line
 from tierzero.drives import Drive
@@ -97,10 +97,6 @@ def room_of(path: str, free: int, total: int, inodes: int, all_inodes: int) -> l
 def profile(drive: Drive) -> Finding:
     """What `tierzero bench nvme` measured here, if it did."""
     missing = f"no profile: run tierzero bench nvme {shlex.quote(drive.path)}"
-    try:
-        profiles = importlib.import_module("tierzero.profiles")
-    except ImportError:
-        return Finding("profile", "none", "note", missing, drive.path)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         known = profiles.load(drive.path)

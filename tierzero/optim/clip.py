@@ -50,7 +50,7 @@ def clip_grad_norm_(
     for param in params:
         place = place_of(param)
         if place is not None:  # clipped before without a step: the plain loop would have scaled the gradient then
-            place[0].fold_clip(place[1])
+            place[0].fold_clip(place[1], scale=False)
     known: dict[Unit, list[float]] = {}
     for param in params:
         place = place_of(param)

@@ -17,16 +17,18 @@ R = TypeVar("R")
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """As torch.no_grad(), which leaves gradients off when a signal handler raises while it is entered."""
+    """As torch.no_grad(), which leaves gradients off when a signal handler raises as it is entered or left. The C
+    function behind it leaves no room for one.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         before = torch.is_grad_enabled()
         try:
-            torch.set_grad_enabled(False)
+            torch._C._set_grad_enabled(False)
             return function(*args, **kwargs)
         finally:
-            torch.set_grad_enabled(before)
+            torch._C._set_grad_enabled(before)
 
     return wrapper
 
@@ -44,10 +46,15 @@ def unit_norms(unit: Unit) -> list[float]:
     version = unit.grad_block.tensor._version
     present = tuple(grad is not None for grad in grads)
     if unit.norms is None or unit.touched or unit.norms[0] != (version, present):
-        tensors = [grad.reshape(-1) for grad in grads if grad is not None]
+        tensors = [_unscaled(unit, index, grad) for index, grad in enumerate(grads) if grad is not None]
         values = iter(_norms(tensors))
         unit.norms = (version, present), [next(values) if there else 0.0 for there in present]
     return unit.norms[1]
+
+
+def _unscaled(unit: Unit, index: int, grad: torch.Tensor) -> torch.Tensor:
+    flat = grad.reshape(-1)
+    return flat if unit.unscaled[index] == 1.0 else flat.float() * unit.unscaled[index]
 
 
 def begin_norms(unit: Unit) -> None:

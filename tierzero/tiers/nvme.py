@@ -31,7 +31,7 @@ class NativeEngine:
     """
 
     def __init__(
-        self, kind: str = "auto", block: int = 4 << 20, depth: int = 8, deadline: float = 60.0, threads: int = 0
+        self, kind: str = "auto", block: int = 8 << 20, depth: int = 16, deadline: float = 60.0, threads: int = 0
     ) -> None:
         """kind: "uring", "pool" (threads doing pread and pwrite), or "auto": io_uring where it works, else the pool.
         block: bytes of one piece of a request. depth: pieces in flight per drive. deadline: seconds for one piece, then
