@@ -31,7 +31,7 @@ ROWS = [
         "drives",
         "cgroup",
     },
-    {"checksum", "lock", "manifest", "members", "tuning"},
+    {"checksum", "lock", "manifest", "members", "tuning", "state_format"},
     {
         "tiers.base",
         "directory",
@@ -45,11 +45,22 @@ ROWS = [
         "versions",
         "store",
     },
-    {"paged", "grads", "records", "live", "pins", "states", "replaced"},
+    {"paged", "grads", "records", "share", "live", "pins", "states", "replaced"},
     {"unit", "partition", "placement"},
+    {"fit"},
     {"updates", "transfer", "homes", "model", "room"},
     {"residency", "pager", "saved"},
-    {"hooks", "backward", "optim.norms", "optim.clip", "optim.overlap", "optim.streamed", "optim.adamw"},
+    {
+        "hooks",
+        "backward",
+        "optim.norms",
+        "optim.clip",
+        "optim.overlap",
+        "optim.shadow",
+        "optim.streamed",
+        "optim.adamw",
+    },
+    {"refit"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
     {"bench.scratch", "bench.fio"},
@@ -83,6 +94,7 @@ INSIDE = {
     "pager": {"residency"},
     "hooks": {"backward"},
     "optim.clip": {"optim.norms"},
+    "optim.streamed": {"optim.shadow"},
     "optim.adamw": {"optim.norms", "optim.clip", "optim.overlap", "optim.streamed"},
     "doctor.child": set(),
     "doctor.machine": {"doctor.finding"},
@@ -109,7 +121,7 @@ INSIDE = {
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {  # no torch
-    *("schedule", "layout", "extents", "errors", "sizes", "metrics"),
+    *("schedule", "layout", "extents", "errors", "sizes", "metrics", "state_format"),
     *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

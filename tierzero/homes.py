@@ -7,7 +7,8 @@ of the last snapshot, the snapshot's extent is taken once more and nothing is wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,13 +16,16 @@ from torch import nn
 from tierzero.checksum import Sums, checksum, combine
 from tierzero.errors import StoreError
 from tierzero.extents import Extent
-from tierzero.layout import STATE_BYTES
 from tierzero.manifest import Snapshot
 from tierzero.metrics import Metrics
-from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.records import DiskRecord, HostRecord, StateRecord, pack
+from tierzero.share import HostShare
+from tierzero.state_format import StateFormat
 from tierzero.store import Store
 from tierzero.tiers.host import HostArena
 from tierzero.unit import Unit
+
+Planes = Callable[[int, int], Awaitable[list[torch.Tensor]]]  # the float32 parts of a chunk from its first element, end
 
 
 class Homes:
@@ -30,8 +34,10 @@ class Homes:
     def __init__(self, store: Store | None, arena: HostArena, metrics: Metrics, chunk: int) -> None:
         self.store = store
         self.arena = arena
+        self.share = HostShare(arena, metrics.host_budget)
         self.metrics = metrics
         self.chunk = chunk
+        self.format: StateFormat | None = None  # of the model's optimizer states; None before there are any
         self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 
     async def write_first(self, unit: Unit, params: list[nn.Parameter]) -> None:
@@ -62,40 +68,58 @@ class Homes:
                 await self.store.put(record.name, data)  # type: ignore[union-attr]
 
     async def create_state(self, unit: Unit) -> None:
-        layout, chunk = unit.layout, self.chunk
-        name = f"{unit.name}/state"
-        if unit.state_host:
-            block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
-            record = HostRecord(block.tensor[: layout.state_bytes])
-            record.data.zero_()
-            state = StateRecord(record, layout.elements, chunk)
-            for first in range(0, layout.elements, chunk):
-                await state.write(
-                    StateRecord.MASTER, first, await self._master(unit, first, min(first + chunk, layout.elements))
-                )
-            unit.state = state
-            return
-        assert self.store is not None
-        extent = self.store.allocate(layout.state_bytes, name)
-        try:
-            sums: Sums = (0, 0)
-            for first in range(0, layout.elements, chunk):
-                count = min(chunk, layout.elements - first)
-                data = torch.zeros(3 * count, dtype=torch.float32)
-                data[:count] = await self._master(unit, first, first + count)
-                raw = data.view(torch.uint8)
-                await self.store.file.write(extent.offset + STATE_BYTES * first, raw)
-                sums = combine(sums, checksum(raw, 3 * first))
-        except BaseException:
-            self.store.discard(extent)
-            raise
-        self.metrics.add("nvme_written_expected", layout.state_bytes)
-        self.store.publish(name, extent, sums)
-        unit.state = StateRecord(DiskRecord(self.store, name, layout.state_bytes, self.metrics), layout.elements, chunk)
+        """Give the unit a state record: masters from the parameters, zero moments."""
+        format = self.format_of(unit)
+
+        async def planes(first: int, last: int) -> list[torch.Tensor]:
+            moments = [torch.zeros(last - first) for _ in range(format.parts - 1)]
+            return [await self._master(unit, first, last), *moments]
+
+        unit.state = await self._fill(unit, format, planes)
         old = unit.records.get("fp32")
         if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
             del unit.records["fp32"]
-            self.store.remove(old.name)
+            old.store.remove(old.name)
+
+    def format_of(self, unit: Unit) -> StateFormat:
+        """What the unit's state record is made of."""
+        assert self.format is not None
+        return self.format.of_unit(unit.layout, unit.host_flat is not None)
+
+    async def _fill(self, unit: Unit, format: StateFormat, planes: Planes) -> StateRecord:
+        """A new state record where the unit's state goes, from the parts of its chunks."""
+        chunk, name = self.chunk, f"{unit.name}/state"
+        elements = unit.layout.elements
+        nbytes = format.record_bytes(elements, chunk)
+        params = unit.records.get("param") if format.master == "split" else None
+        if unit.state_host:
+            host = self._host_record(unit, nbytes)
+            at = 0
+            for first in range(0, elements, chunk):
+                raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
+                host.data[at : at + raw.numel()].copy_(raw)
+                at += raw.numel()
+            return StateRecord(host, elements, chunk, format, params)
+        assert self.store is not None
+        extent = self.store.allocate(nbytes, name)
+        try:
+            sums: Sums = (0, 0)
+            at = 0
+            for first in range(0, elements, chunk):
+                raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
+                await self.store.file.write(extent.offset + at, raw)
+                sums = combine(sums, checksum(raw, at // 4))
+                at += raw.numel()
+        except BaseException:
+            self.store.discard(extent)
+            raise
+        self.metrics.add("nvme_written_expected", nbytes)
+        self.store.publish(name, extent, sums)
+        return StateRecord(DiskRecord(self.store, name, nbytes, self.metrics), elements, chunk, format, params)
+
+    def _host_record(self, unit: Unit, nbytes: int) -> HostRecord:
+        block = self.share.block(nbytes, f"optimizer state of unit {unit.name}")
+        return HostRecord(block.tensor[:nbytes])
 
     async def _master(self, unit: Unit, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) of the unit's parameters in float32, zero where there is none."""
@@ -111,30 +135,27 @@ class Homes:
             out[lo - first : hi - first] = part
         return out
 
-    async def reopen(self, unit: Unit) -> None:
-        """Take the unit's records from the snapshot to wherever they are placed now."""
+    async def reopen(self, unit: Unit, split: bool) -> None:
+        """Take the unit's records from the snapshot to wherever they are placed now. `split`: its master is."""
         store = self.store
         assert store is not None
-        layout = unit.layout
         name = f"{unit.name}/state"
+        gone = []
         if name in store.current:
-            on_disk = DiskRecord(store, name, layout.state_bytes, self.metrics)
-            unit.state = StateRecord(on_disk, layout.elements, self.chunk)
-            if unit.state_host:
-                block = self.arena.allocate(layout.state_bytes, f"optimizer state of unit {unit.name}")
-                record = HostRecord(block.tensor[: layout.state_bytes])
-                await on_disk.read(0, record.data)
-                self._note(name, record)
-                unit.state = StateRecord(record, layout.elements, self.chunk)
-        for region in layout.regions:
+            assert self.format is not None
+            format = replace(self.format, master="split" if split else "f32")
+            on_disk = DiskRecord(store, name, format.record_bytes(unit.layout.elements, self.chunk), self.metrics)
+            high = DiskRecord(store, f"{unit.name}/param", unit.layout.region_bytes("param"), self.metrics)
+            unit.state = StateRecord(on_disk, unit.layout.elements, self.chunk, format, high if split else None)
+        for region in unit.layout.regions:
             stored = f"{unit.name}/{region}"
             host = unit.records.get(region)
             if stored in store.current:
-                record_on_disk = DiskRecord(store, stored, layout.region_bytes(region), self.metrics)
+                record_on_disk = DiskRecord(store, stored, unit.layout.region_bytes(region), self.metrics)
                 if isinstance(host, HostRecord):
                     await record_on_disk.read(0, host.data)
                     self._note(stored, host)
-                    store.remove(stored)
+                    gone.append(stored)
                 else:
                     unit.records[region] = record_on_disk
             elif region == "fp32" and unit.state is not None:
@@ -146,8 +167,26 @@ class Homes:
                     f"the snapshot in {store.directory} lacks the record {stored!r}; it was not written by a whole "
                     "commit"
                 )
-        if unit.state is not None and not unit.state.on_disk:
-            store.remove(name)
+        if unit.state is not None:
+            unit.state = await self._resettle(unit, unit.state)
+            if not unit.state.on_disk:
+                gone.append(name)
+        for stored in gone:
+            store.remove(stored)
+
+    async def _resettle(self, unit: Unit, old: StateRecord) -> StateRecord:
+        """The snapshot's state record where the unit's state goes now, and with the master that goes there."""
+        format = self.format_of(unit)
+        if format != old.format:
+            planes = lambda first, last: old.planes(first)
+            return await self._fill(unit, format, planes)
+        record = old.record
+        if unit.state_host:
+            record = self._host_record(unit, old.record.nbytes)
+            await old.record.read(0, record.data)
+            self._note(f"{unit.name}/state", record)
+        params = unit.records["param"] if old.params is not None else None
+        return StateRecord(record, old.elements, old.chunk, format, params)
 
     def _note(self, name: str, record: HostRecord) -> None:
         """The host record now equals the record `name` of the snapshot that was opened."""

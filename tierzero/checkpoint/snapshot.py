@@ -41,6 +41,7 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
     engine.reserve_for_snapshot()
     own = {
         **engine.describe(),
+        "state": engine.states.describe(),
         "steps": {unit.name: unit.steps for unit in engine.units},
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         if optimizer is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 
 from tierzero.errors import NonFiniteGradientError, TierzeroError
+from tierzero.native import NATIVE
 from tierzero.optim.clip import place_of
 from tierzero.optim.norms import begin_norms, is_finite, unit_norms, without_grad
 from tierzero.optim.overlap import Mode, Overlap
 from tierzero.optim.streamed import Hyper, UnitUpdate
 from tierzero.paged import Paged
 from tierzero.records import StateRecord
+from tierzero.state_format import StateFormat, choose_format
 from tierzero.unit import Unit
 from tierzero.updates import Guess, Update
 
@@ -23,17 +26,23 @@ log = logging.getLogger("tierzero")
 
 class AdamW(torch.optim.Optimizer):
     """Decoupled weight decay Adam (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), bit-equal to
-    torch.optim.AdamW(fused=True) on float32 masters.
+    torch.optim.AdamW(fused=True) on float32 masters; with `decoupled` False plain Adam, bit-equal to torch.optim.Adam.
 
     `step()` queues the updates and returns; each unit's next use waits for its own. Master (for 16-bit parameters),
-    exp_avg and exp_avg_sq are float32 and stream through the tiers. A step with a gradient that is infinite or NaN is
-    skipped whole and logged; after `max_skipped_steps` in a row NonFiniteGradientError is raised.
+    exp_avg and exp_avg_sq stream through the tiers, in float32 unless told otherwise. A step with a gradient that is
+    infinite or NaN is skipped whole and logged; after `max_skipped_steps` in a row NonFiniteGradientError is raised.
 
     `overlap`: "eager" begins updates while backward still goes on and publishes them in `step()` if they turned out
     right, else does them again; "deferred" begins them in `step()`; "auto" chooses from how the last steps went. The
     results are the same to the last bit.
 
     `params`: parameters of an offloaded model, or groups of them. Frozen ones may be among them.
+
+    `state_dtype`: of the moments, torch.float32, torch.bfloat16 (rounded stochastically) or "8bit" (with a scale for
+    every 256 elements); what is rounded depends on `seed`, the parameter's name, the step and the element alone.
+    `master`: "float32", or "split" for bfloat16 parameters cached in host memory: they are then the high half of their
+    masters and NVMe holds the low one, nothing is lost and 10 bytes per parameter move instead of 12. Other parameters
+    keep float32 masters. All optimizers of a model have the same `state_dtype`, `master` and `amsgrad`.
     """
 
     def __init__(
@@ -44,27 +53,36 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        decoupled: bool = True,
+        state_dtype: torch.dtype | str = torch.float32,
+        master: str = "float32",
+        seed: int = 0,
         max_skipped_steps: int = 10,
         overlap: Mode = "auto",
     ) -> None:
         self.overlap = Overlap(overlap)
+        self.format = choose_format(state_dtype, master, amsgrad, native=NATIVE is not None)
         self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}  # this optimizer's parameters by unit
         self._skipped_in_row = 0
         self.max_skipped_steps = max_skipped_steps
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        defaults |= {"maximize": maximize, "decoupled_weight_decay": decoupled, "seed": seed}
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; state records are created for the units that hold them."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            _check_group(group, self.format)
             places = [self._place(param, index) for index, param in enumerate(group["params"])]
+            for unit in dict.fromkeys(unit for unit, _ in places):
+                unit.owner.ensure_state(self.format)
         except BaseException:
             self.param_groups.pop()
             raise
-        for unit in dict.fromkeys(unit for unit, _ in places):
-            unit.owner.ensure_state()
         for param, (unit, index) in zip(group["params"], places, strict=True):
             if unit.layout.places[index].elem >= 0:
                 self.state[param] = _state(unit, index)
@@ -96,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         work: dict[Unit, dict[int, dict[str, Any]]] = {}
         for group in self.param_groups:
-            _check_group(group)
+            _check_group(group, self.format)
             for param in group["params"]:
                 if param.grad is not None:
                     unit, index = _home(param)
@@ -142,7 +160,10 @@ class AdamW(torch.optim.Optimizer):
     def _settings(self) -> list[tuple[float, ...]]:
         """The hyper-parameters of each group."""
         return [
-            (float(g["lr"]), *(float(beta) for beta in g["betas"]), float(g["eps"]), float(g["weight_decay"]))
+            (
+                *(float(value) for value in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])),
+                *(bool(g["maximize"]), bool(g["decoupled_weight_decay"]), int(g["seed"])),
+            )
             for g in self.param_groups
         ]
 
@@ -162,6 +183,9 @@ class AdamW(torch.optim.Optimizer):
                 float(group["weight_decay"]),
                 unit.steps[index] + 1,
                 unit.coef[index],
+                bool(group["maximize"]),
+                bool(group["decoupled_weight_decay"]),
+                0 if self.format.moments == "f32" else _noise(group["seed"], unit, index),
             )
         return hypers
 
@@ -202,13 +226,15 @@ class AdamW(torch.optim.Optimizer):
                 "the state dict has other parameter groups than this optimizer: build it over the same parameters in "
                 "the same groups"
             )
+        if any(bool(group.get("amsgrad", False)) != self.format.amsgrad for group in groups):
+            raise ValueError("the state dict has another amsgrad= than this optimizer: build it with the same one")
         for group, other in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in other.items() if key in group and key != "params"})
             for param, key in zip(group["params"], other["params"], strict=True):
                 values = saved.get(key)
                 if values is None or param not in self.state:
                     continue
-                for name in ("exp_avg", "exp_avg_sq", "master"):
+                for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):
                     if name in values and name in self.state[param]:
                         self.state[param][name].copy_(values[name])
                 step = int(values["step"])
@@ -251,6 +277,8 @@ class StateSource:
 def _state(unit: Unit, index: int) -> dict[str, Any]:
     shape = unit.layout.places[index].spec.shape
     parts = {"exp_avg": StateRecord.EXP_AVG, "exp_avg_sq": StateRecord.EXP_AVG_SQ}
+    if unit.state is not None and unit.state.format.amsgrad:
+        parts["max_exp_avg_sq"] = StateRecord.MAX_EXP_AVG_SQ
     if unit.layout.places[index].region == "param":
         parts["master"] = StateRecord.MASTER
     state: dict[str, Any] = {"step": torch.tensor(float(unit.steps[index]))}
@@ -275,7 +303,13 @@ def _first_bad(work: Iterable[Unit]) -> str | None:
     return None
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _noise(seed: int, unit: Unit, index: int) -> int:
+    """64 bits for the next step of one parameter."""
+    what = f"{seed} {unit.steps[index] + 1} {unit.names[index]}"
+    return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
+
+
+def _check_group(group: dict[str, Any], format: StateFormat) -> None:
     lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
         if not value >= 0:
@@ -283,6 +317,5 @@ def _check_group(group: dict[str, Any]) -> None:
     for beta in group["betas"]:
         if not 0 <= float(beta) < 1:
             raise ValueError(f"betas must lie in [0, 1), got {tuple(group['betas'])}")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise TierzeroError(f"{name}=True is not supported by tierzero.AdamW; leave it out")
+    if bool(group["amsgrad"]) != format.amsgrad:
+        raise ValueError("amsgrad= is one for all groups, it decides what state records hold: give it to AdamW()")
