@@ -38,7 +38,7 @@ class Fit:
 
 
 def fit(wanted: StateFormat, layouts: Sequence[UnitLayout], placement: Placement, host: int, *, nvme: bool) -> Fit:
-    """How `wanted` fits a placement for a budget of `host` bytes. BudgetError naming the smallest that works."""
+    """How `wanted` fits a placement for a budget of `host` bytes. BudgetError naming a budget to try."""
     chunk = placement.chunk
     formats = [wanted.of_unit(layout, there) for layout, there in zip(layouts, placement.param_host, strict=True)]
     sizes = [each.record_bytes(layout.elements, chunk) for each, layout in zip(formats, layouts, strict=True)]
@@ -68,9 +68,8 @@ def fit(wanted: StateFormat, layouts: Sequence[UnitLayout], placement: Placement
         left -= round_up(size, PAGE) if state_host[-1] else 0
     if left < 0:
         raise BudgetError(
-            f"the host budget of {format_size(host)} is too small for {wanted}; the smallest host budget that works "
-            f"here is {host - left} bytes ({format_size(host - left)})"
-            + ("" if nvme else ", or give Tiers(nvme=DIRECTORY) to keep states there")
+            f"the host budget of {format_size(host)} is too small for {wanted}: give at least {host - left} bytes "
+            f"({format_size(host - left)})" + ("" if nvme else ", or give Tiers(nvme=DIRECTORY) to keep states there")
         )
     shadows = 1 + min(left // shadow, MOST_SHADOWS - 1) if shadow else 0
     return Fit(
