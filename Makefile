@@ -20,6 +20,9 @@ test: $(VENV)/.test-installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/memory.py
 	-$(BIN)/python benchmarks/nvme.py
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/peers.py
 
 dev: $(VENV)/.test-installed
 	$(INSTALL) '.[test,dev]'

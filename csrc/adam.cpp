@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "adam_element.hpp"
+#include "align.hpp"
 #include "cpu.hpp"
 #include "lanes_avx2.hpp"
 #include "parallel.hpp"
@@ -11,7 +12,8 @@ namespace tz {
 
 namespace {
 
-constexpr std::size_t kPart = std::size_t{1} << 18;  // elements of one thread's turn, a multiple of 8
+constexpr std::size_t kPart = std::size_t{1} << 18;      // elements of one thread's turn, a multiple of 64
+constexpr std::size_t kStreamed = std::size_t{8} << 20;  // bytes
 
 template <Dtype T>
 void cast_scalar(const float* from, char* to, std::size_t n) {
@@ -67,9 +69,12 @@ AdamKernel adam_kernel(const AdamTypes& types) {
 void adamw(const AdamArrays& arrays, std::size_t n, const AdamTypes& types, const AdamScalars& s,
            unsigned threads) {
     const AdamKernel kernel = adam_kernel(types);
+    AdamArrays whole = arrays;
+    // Nobody reads a copy larger than the caches soon, and its lines need not be fetched to be written.
+    whole.stream = types.has_out && n * size_of(types.out) >= kStreamed && is_aligned(arrays.out, 64);
     parallel(threads, (n + kPart - 1) / kPart, [&](std::size_t i) {
         const std::size_t at = i * kPart;
-        kernel(advance(arrays, at, types), std::min(kPart, n - at), s);
+        kernel(advance(whole, at, types), std::min(kPart, n - at), s);
     });
 }
 

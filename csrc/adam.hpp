@@ -29,9 +29,10 @@ struct AdamScalars {
 // So a parameter may be cut anywhere that is a multiple of 8 elements from its start, and nowhere else.
 struct AdamArrays {
     float *p, *m, *v;
-    float* x;          // the largest v so far: amsgrad only
-    const char* grad;  // any alignment
-    char* out;         // receives p rounded to its type: any alignment, null where the types say none
+    float* x;             // the largest v so far: amsgrad only
+    const char* grad;     // any alignment
+    char* out;            // receives p rounded to its type: any alignment, null where the types say none
+    bool stream = false;  // `out`, at a multiple of 64 bytes, is written past the caches
 };
 using AdamKernel = void (*)(const AdamArrays& arrays, std::size_t n, const AdamScalars& s);
 

@@ -61,7 +61,8 @@ inline AdamArrays advance(const AdamArrays& a, std::size_t n, const AdamTypes& t
             a.v + n,
             t.amsgrad ? a.x + n : nullptr,
             a.grad + n * size_of(t.grad),
-            t.has_out ? a.out + n * size_of(t.out) : nullptr};
+            t.has_out ? a.out + n * size_of(t.out) : nullptr,
+            a.stream};
 }
 
 }  // namespace tz

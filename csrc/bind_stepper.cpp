@@ -105,7 +105,7 @@ Segment take_segment(nb::handle object, std::size_t index) {
 
 nb::object submit(PyStepper& self, nb::handle elements, nb::handle segments, nb::handle grads, nb::handle src,
                   nb::handle dst, nb::handle state, nb::handle out, nb::handle out_file, nb::handle out_first,
-                  nb::handle format, nb::handle params) {
+                  nb::handle format, nb::handle params, nb::handle due) {
     Record record;
     record.format = format.is_none() ? self.core->format() : take_format(format);
     std::vector<Array> keep;
@@ -154,6 +154,7 @@ nb::object submit(PyStepper& self, nb::handle elements, nb::handle segments, nb:
         record.out_bytes = take_size(place[2], "out_file nbytes");
     }
     record.out_first = take_size(out_first, "out_first");
+    record.due = take_size(due, "due");
     auto ticket = self.core->submit(std::move(record));
     return nb::cast<PyEngine&>(self.engine_object).track(std::move(ticket), std::move(keep));
 }
@@ -182,7 +183,7 @@ void bind_stepper(nb::module_& m) {
              nb::arg("src").none() = nb::none(), nb::arg("dst").none() = nb::none(),
              nb::arg("state").none() = nb::none(), nb::arg("out").none() = nb::none(),
              nb::arg("out_file").none() = nb::none(), nb::arg("out_first") = 0,
-             nb::arg("format").none() = nb::none(), nb::arg("params").none() = nb::none())
+             nb::arg("format").none() = nb::none(), nb::arg("params").none() = nb::none(), nb::arg("due") = 0)
         .def("close", [](PyStepper& self) { self.close(); });
 }
 

@@ -25,7 +25,7 @@ struct NeonLanes {
             return vreinterpretq_f32_u32(vshll_n_u16(h, 16));
         }
     }
-    template <Dtype T>
+    template <Dtype T, bool Stream>
     static void store_as(char* p, F f) {
         auto* const to = reinterpret_cast<unsigned char*>(p);
         if constexpr (T == Dtype::f32) {
@@ -40,6 +40,7 @@ struct NeonLanes {
             vst1_u8(to, vreinterpret_u8_u16(vmovn_u32(words)));
         }
     }
+    static void fence() {}
     static F all(float f) { return vdupq_n_f32(f); }
     static F add(F a, F b) { return vaddq_f32(a, b); }
     static F sub(F a, F b) { return vsubq_f32(a, b); }

@@ -52,6 +52,7 @@ struct Record {
     std::optional<Place> out_file;  // in a file: byte (e - out_first) * 2 belongs to state element e
     std::uint64_t out_bytes = 0;    // of the record in out_file
     std::uint64_t out_first = 0;    // a multiple of 2048
+    std::uint64_t due = 0;          // when it is wanted, in any unit
 
     std::uint64_t chunks(std::uint64_t chunk) const { return (elements + chunk - 1) / chunk; }
     std::uint64_t state_bytes(std::uint64_t chunk) const { return format.record_bytes(elements, chunk); }
@@ -63,6 +64,9 @@ void check_record(Record& record, std::uint64_t chunk);
 
 // Whether `later` must not start before `earlier` is written (they share bytes that one of them writes).
 bool conflicts(const Record& later, const Record& earlier, std::uint64_t chunk);
+
+// Whether the order of the two matters: one writes what the other reads or writes.
+bool share(const Record& a, const Record& b);
 
 // One chunk in memory.
 struct ChunkView {

@@ -162,4 +162,12 @@ bool conflicts(const Record& later, const Record& earlier, std::uint64_t chunk) 
     return false;
 }
 
+bool share(const Record& a, const Record& b) {
+    const auto meet_in_memory = [](const Record& x, const Record& y) {
+        return overlap(x.state, x.state ? 12 * x.elements : 0, y.state, y.state ? 12 * y.elements : 0) ||
+               overlap(x.out, x.out_size, y.out, y.out_size);
+    };
+    return conflicts(a, b) || conflicts(b, a) || meet_in_memory(a, b);
+}
+
 }  // namespace tz

@@ -87,7 +87,16 @@ std::shared_ptr<Ticket> Stepper::submit(Record record) {
                         one.back().record.src ? one.back().record.src->file->path() : "");
     auto ticket = CompletionQueue::open_ticket(engine_->completions());
     one.back().ticket = ticket;
-    jobs_.splice(jobs_.end(), one);
+    // In front of those that are due later, even half finished ones: what is left of them can wait.
+    auto place = jobs_.end();
+    while (place != jobs_.begin()) {
+        const auto before = std::prev(place);
+        if (before->record.due <= one.back().record.due || before->next == before->record.chunks(chunk_) ||
+            share(before->record, one.back().record))
+            break;
+        place = before;
+    }
+    jobs_.splice(place, one);
     wake_.notify_all();
     return ticket;
 }
@@ -279,7 +288,7 @@ void Stepper::skip_rest(Job& job) {
     finish();
 }
 
-// Completes the jobs that are over, in the order they were queued.
+// Completes the jobs that are over, in the order they were handed out.
 void Stepper::finish() {
     while (!jobs_.empty() && jobs_.front().ended == jobs_.front().record.chunks(chunk_)) {
         Job job = std::move(jobs_.front());

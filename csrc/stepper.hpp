@@ -80,7 +80,7 @@ class Stepper {
 
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::list<Job> jobs_;  // queued and running, in order
+    std::list<Job> jobs_;  // in order: all handed out, then the rest
     std::vector<Slot> slots_;
     std::vector<Slot*> free_;
     std::deque<Slot*> ready_;  // filling or filled, in order

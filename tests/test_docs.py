@@ -84,3 +84,20 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_optimizers_page(tmp_path: Path) -> None:
+    import tierzero as tz
+
+    two, split, scaled = code_blocks(ROOT / "docs" / "optimizers.md")
+    model = tz.offload(build(), tz.Tiers(nvme=tmp_path, host="64MiB"))
+    names: dict[str, Any] = {"tz": tz, "torch": torch, "model": model, "inputs": batches()[0][0]}
+    for line in (*two.splitlines(), split):
+        exec(line, names)
+        F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+        for optimizer in names.get("optimizers", [names["opt"]]):
+            optimizer.step()
+        model.zero_grad()
+    names["opt"] = names["optimizers"][0]
+    exec(scaled, names)
+    tz.close(model)

@@ -21,6 +21,9 @@ ISAS += ["avx512"] if _native.cpu_features().get("avx512f") else []
 LENGTHS = [*range(1, 71), 127, 128, 129, 255, 257, 1023, 1025, (1 << 18) - 1, (1 << 18) + 1, (1 << 18) + 9]
 
 
+SCALARS = (1 - 1e-5, 0.1, 0.999, 0.001, 1e-8, 1e-3, 0.5, 1.0)
+
+
 def bits(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.int32 if t.element_size() == 4 else torch.int16)
 
@@ -121,6 +124,7 @@ def test_every_instruction_set(isa: str) -> None:
         "        for s in range(1, 40): t.train(s, 4, decoupled=d, amsgrad=a, maximize=a, nan=True)\n"
         "for g in t.DTYPES:\n"
         "    for o in t.DTYPES: t.test_gradient_and_copy_types(g, o)\n"
+        "    t.test_a_large_copy_is_written_past_the_caches(g)\n"
     )
     env = {**os.environ, "TIERZERO_ISA": isa, "PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
     subprocess.run([sys.executable, "-P", "-c", code], env=env, check=True, timeout=240)
@@ -155,6 +159,17 @@ def test_gradient_and_copy_types(grad_dtype: torch.dtype, out_dtype: torch.dtype
             assert same(v, v2)
             assert same(x, x2)
             assert same(out, p.to(out_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_a_large_copy_is_written_past_the_caches(out_dtype: torch.dtype) -> None:
+    size = (8 << 20) // torch.empty(0, dtype=out_dtype).element_size() + 13
+    slab = torch.from_numpy(_native.Slab(4 * size + 64).array())
+    p = torch.randn(size)
+    for shift in (0, 2 if out_dtype.itemsize == 2 else 4):
+        raw = slab[shift : shift + size * out_dtype.itemsize].zero_()
+        _native.adamw(p, torch.zeros(size), torch.zeros(size), torch.randn(size), raw.view(out_dtype), SCALARS, 2)
+        assert same(raw.view(out_dtype), p.to(out_dtype))
 
 
 # ---- accumulate and finite norms

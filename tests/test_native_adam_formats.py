@@ -213,14 +213,14 @@ def test_bad_arguments_raise() -> None:
         stepper.submit(ELEMENTS, good, grads, state=state, out=raw, params=raw[:-2])
     with pytest.raises(ValueError, match="bytes of"):
         stepper.submit(ELEMENTS, good, grads, state=state[:-4096], out=raw)
+    wide = torch.zeros(12 * ELEMENTS, dtype=torch.uint8)
     with pytest.raises(ValueError, match="bytes a chunk"):
-        wide = torch.zeros(12 * ELEMENTS, dtype=torch.uint8)
         stepper.submit(ELEMENTS, good, grads, state=wide, out=raw, format=("f32", "f32", "f32", False))
     with pytest.raises(ValueError, match="noise key"):
         stepper.submit(ELEMENTS, [(*good[0][:15], -1, 0)], grads, state=state, out=raw)
     eight = ("split", "u8", "u8", False)
+    small = torch.zeros(_native.state_bytes(eight, ELEMENTS, 2048), dtype=torch.uint8)
     with pytest.raises(ValueError, match="multiple of 256"):
-        small = torch.zeros(_native.state_bytes(eight, ELEMENTS, 2048), dtype=torch.uint8)
         stepper.submit(ELEMENTS, [(64, *good[1][1:])], grads, state=small, out=raw, format=eight)
     stepper.close()
     engine.close()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tierzero.checkpoint.safetensors import load_safetensors as load_safetensors
     from tierzero.optim.adamw import AdamW as AdamW
     from tierzero.optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from tierzero.optim.generic import wrap_optimizer as wrap_optimizer
+    from tierzero.optim.scaler import GradScaler as GradScaler
     from tierzero.planner import plan as plan
     from tierzero.tiers.config import Tiers as Tiers
 
@@ -32,6 +34,8 @@ _HOMES = {
     "tierzero.checkpoint.safetensors": "export_safetensors load_safetensors",
     "tierzero.optim.adamw": "AdamW",
     "tierzero.optim.clip": "clip_grad_norm_",
+    "tierzero.optim.generic": "wrap_optimizer",
+    "tierzero.optim.scaler": "GradScaler",
     "tierzero.planner": "plan",
     "tierzero.tiers.config": "Tiers",
     "tierzero.errors": "BudgetError ConfigError NonFiniteGradientError PagedOutError StoreBusyError StoreCorruptError "

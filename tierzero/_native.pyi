@@ -20,12 +20,19 @@ _Path: TypeAlias = str | bytes | PathLike[str]
 _Array: TypeAlias = NDArray[Any] | torch.Tensor
 
 # (decay, w1, b2, w2, eps, step, bc2s, coef): 1 - lr*wd, 1 - beta1, beta2, 1 - beta2, eps, lr/(1 - beta1^t),
-# sqrt(1 - beta2^t), clip coefficient; doubles, rounded to float32 once
+# sqrt(1 - beta2^t), clip coefficient, negative to maximize; doubles, rounded to float32 once. adamw takes a ninth, l2:
+# plain Adam's weight decay, with decay 1
 _Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float]
 
 # (state_elem, numel, grad_offset_bytes or -1, grad_dtype, out_offset_bytes or -1, out_dtype, *_Scalars);
-# a dtype is "f32", "bf16" or "f16"
+# a dtype is "f32", "bf16" or "f16". With three more, (l2, key, index): l2 as above; of moments that are not float32,
+# the random key (64 bits: a hash of seed, step and parameter) and the index in the parameter of the first element
 _Segment: TypeAlias = tuple[int, int, int, str, int, str, *tuple[float, ...]]
+
+# What a state chunk is made of: (master "f32" | "split" | "none", exp_avg and exp_avg_sq "f32" | "bf16" | "u8",
+# amsgrad), or None for ("f32", "f32", "f32", False). docs/kernels.md describes each. A parameter starts at a multiple
+# of 64 elements, with "u8" of 256
+_Format: TypeAlias = tuple[str, str, str, bool] | None
 
 def checksum(data: _Array, word_offset: int = 0) -> tuple[int, int]:
     """(s1, s2) of uint8[n]: over little-endian 32-bit words w_i (a short tail zero padded), modulo 2**64,
@@ -38,6 +45,52 @@ def l2_norms(arrays: Iterable[_Array], threads: int = 1) -> list[float]:
     bit, without a temporary. `threads` share the list, not an array.
     """
 
+def finite_norms(arrays: Iterable[_Array], threads: int = 1) -> list[tuple[float, bool]]:
+    """The norms of l2_norms, each with whether every element is finite (a norm may overflow all the same)."""
+
+def accumulate(into: _Array, grad: _Array) -> tuple[float, bool]:
+    """into += grad, rounded as torch's add_ does, and the sum's norm and finiteness, in one pass. `into` is float32 or
+    has the dtype of `grad`. They may not share memory.
+    """
+
+def stream_ceiling(a: _Array, b: _Array, c: _Array, grad: _Array, threads: int = 1) -> None:
+    """a, b and c (float32[n]) each to half of itself plus grad: what benchmarks hold adamw against."""
+
+def state_bytes(format: _Format, elements: int, chunk: int) -> int:
+    """Bytes of a record's state: elements a multiple of 1024, chunk of 2048."""
+
+def state_parts(format: _Format, elements: int) -> dict[str, tuple[int, int]]:
+    """{part: (byte offset in the chunk, bytes)} of one chunk of `elements`, in order: "master", "exp_avg",
+    "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "ties", "max_exp_avg_sq", "max_exp_avg_sq_scale", as far as
+    there.
+    """
+
+def pack_state(
+    format: _Format,
+    chunk: int,
+    state: _Array,
+    p: _Array,
+    exp_avg: _Array,
+    exp_avg_sq: _Array,
+    max_exp_avg_sq: _Array | None = None,
+    params: _Array | None = None,
+) -> None:
+    """float32[n] planes of a whole record to its state, uint8[state_bytes], rounded to nearest. params: bfloat16[n]
+    ("split") or float32[n] ("none"), receives the parameters.
+    """
+
+def unpack_state(
+    format: _Format,
+    chunk: int,
+    state: _Array,
+    p: _Array,
+    exp_avg: _Array,
+    exp_avg_sq: _Array,
+    max_exp_avg_sq: _Array | None = None,
+    params: _Array | None = None,
+) -> None:
+    """The other way: state, and with "split" or "none" params, to float32[n] planes."""
+
 def adamw(
     p: _Array,
     exp_avg: _Array,
@@ -46,8 +99,11 @@ def adamw(
     out: _Array | None,
     scalars: Sequence[float],
     threads: int = 1,
+    *,
+    max_exp_avg_sq: _Array | None = None,
 ) -> None:
-    """One AdamW step of one whole parameter, bit for bit torch.optim.AdamW(fused=True) on a CPU with AVX2.
+    """One step of one whole parameter, bit for bit torch.optim.AdamW or Adam (fused=True) on a CPU with AVX2; with
+    max_exp_avg_sq, float32[n], of amsgrad.
 
     p, exp_avg, exp_avg_sq: float32[n], updated in place. grad: float32|bfloat16|float16[n]; float(grad) * coef is
     rounded to float32. out: float32|bfloat16|float16[n] or None, receives p rounded to nearest even. No two may share
@@ -58,7 +114,9 @@ def cpu_features() -> dict[str, bool]:
     """What this processor can do, by name ("avx2", "fma", ...)."""
 
 def adam_isa() -> str:
-    """The kernel in use: "avx2" or "scalar" (also by TIERZERO_ISA=scalar in the environment)."""
+    """The kernels in use: "avx512", "avx2", "neon" or "scalar", the best here or what TIERZERO_ISA in the environment
+    says. One that cannot be used is a RuntimeWarning on import, and the best is used.
+    """
 
 class Slab:
     """Anonymous memory on a 2 MiB boundary, in huge pages where the kernel has them; untouched pages cost nothing.
@@ -205,12 +263,15 @@ class Engine:
 class Stepper:
     """The streamed AdamW over state records: chunks are read ahead, updated and written at the same time.
 
-    State layout, in a file or in memory: chunks of c = min(chunk, what is left) elements, consecutive, each
-    [master c][exp_avg c][exp_avg_sq c] float32. `buffers`: uint8[n], 4096-aligned, at least 3 * 14 * chunk bytes.
-    `chunk`: elements, a multiple of 2048. `threads` compute (the pipeline's own is one of them).
+    State layout, in a file or in memory: chunks of c = min(chunk, what is left) elements, consecutive, each of the
+    parts that `format` says, without one [master c][exp_avg c][exp_avg_sq c] float32. `buffers`: uint8[n],
+    4096-aligned, at least 3 * (state_bytes(format, chunk, chunk) + 2 * chunk) bytes. `chunk`: elements, a multiple of
+    2048. `threads` compute (the pipeline's own is one of them).
     """
 
-    def __init__(self, engine: Engine, buffers: _Array, chunk: int, threads: int = 1) -> None: ...
+    def __init__(
+        self, engine: Engine, buffers: _Array, chunk: int, threads: int = 1, *, format: _Format = None
+    ) -> None: ...
     def submit(
         self,
         elements: int,
@@ -223,16 +284,25 @@ class Stepper:
         out: _Array | None = None,
         out_file: tuple[File, int, int] | None = None,
         out_first: int = 0,
+        format: _Format = None,
+        params: _Array | None = None,
+        due: int = 0,
     ) -> Ticket:
         """Queues one record. Records run and complete in order; one starts while the last is written unless they share
-        bytes.
+        bytes. The order is that of `due` where it differs: one that is due sooner goes in front of what is left of the
+        others, unless they share bytes.
 
         elements: of the record, a multiple of 1024. segments: one per parameter, state_elem a multiple of 64; without
         a gradient (-1) its state stays and its copy is still made. grads: uint8[g]. Either src and dst, (file, offset)
-        of 12 * elements bytes each, offsets multiples of 4096, disjoint or equal; or state: float32[3 * elements],
-        updated in place. Copies go to out: uint8[m], at out_offset; or to out_file: (file, offset, nbytes), a record
-        whose byte (e - out_first) * 2 is state element e's (2-byte dtypes only), every byte written, gaps as zeros,
-        padded to 4096. out_first: elements, a multiple of 2048. ValueError before anything starts if it does not fit.
+        of state_bytes each (12 * elements without a format), offsets multiples of 4096, disjoint or equal; or state:
+        float32 or uint8 of as many bytes, updated in place. Copies go to out: uint8[m], at out_offset; or to out_file:
+        (file, offset, nbytes), a record whose byte (e - out_first) * 2 is state element e's (2-byte dtypes only), every
+        byte written, gaps as zeros, padded to 4096. out_first: elements, a multiple of 2048.
+
+        format: the record's, the stepper's if None; its chunk may not be larger than the stepper's. With master "split"
+        (bf16) or "none" (f32) the parameters before the step are read from params, uint8[m] laid out as out, or if None
+        from out itself, which a failed record leaves partly updated. ValueError before anything starts if it does not
+        fit.
         """
 
     def close(self) -> None:

@@ -241,14 +241,12 @@ def stats(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def commit(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str, meta: dict[str, Any] | None = None
-) -> None:
+def commit(model: nn.Module, optimizer: snapshot.Optimizers, name: str, meta: dict[str, Any] | None = None) -> None:
     """See tierzero.checkpoint.snapshot.commit."""
     snapshot.commit(_open_engine(model), optimizer, name, meta or {})
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def restore(model: nn.Module, optimizer: snapshot.Optimizers) -> dict[str, Any]:
     """See tierzero.checkpoint.snapshot.restore."""
     return snapshot.restore(_open_engine(model), optimizer)
 

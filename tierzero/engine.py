@@ -126,6 +126,7 @@ class Engine:
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
         split: list[str] = []
         if self.store is not None:
+            self.updates.may_exceed = lambda: self.room.shadows
             self.states.make_room()
             if self.store.resumed is not None:
                 self.loop.run(self.store.verify())
@@ -136,6 +137,8 @@ class Engine:
             for unit, part in zip(self.units, parts, strict=True):
                 self._move(unit, part, split)
                 moved.append(unit)
+            for unit in self.units if self.store is not None and self.store.resumed is not None else []:
+                self.loop.run(self.homes.reopen_generic(unit))
         except BaseException:
             for unit in moved:  # a failure leaves the model as it was
                 give_back(unit, self.loop)
@@ -201,10 +204,25 @@ class Engine:
         """Create the state records that do not exist yet: master from the parameters, zero moments. TierzeroError if
         others have another format, BudgetError if `format` does not fit.
         """
-        self.states.use(format)
+        self.states.use(format, [unit.host_flat is not None for unit in self.units])
         for unit in self.units:
             if unit.state is None and unit.layout.elements:
+                self.pager.settle(unit)  # another optimizer may be changing its masters
                 self.loop.run(self.homes.create_state(unit))
+
+        self.make_room(0, "optimizer states")
+
+    def make_room(self, nbytes: int, what: str) -> None:
+        """Set `nbytes` of the host budget aside for `what`, one step at a time by an optimizer that was not known when
+        the budget was divided. Parameters cached in host memory go to NVMe for it. BudgetError if that does not help.
+        """
+        share = self.homes.share
+        cached = [unit for unit in self.units if unit.host_flat is not None and self.store is not None]
+        cached = [unit for unit in cached if unit.state is None or unit.state.format.master != "split"]
+        share.check(nbytes - share.work, what, sum(unit.host_flat.nbytes for unit in cached if unit.host_flat))
+        while share.left < nbytes - share.work:
+            self.pager.at_rest(cached[-1], self.homes.move_out(cached.pop()))
+        share.set_aside(nbytes, what)
 
     # -- steps that begin in backward
     # ----------------------------------------------------------------------------------

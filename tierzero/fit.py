@@ -37,10 +37,20 @@ class Fit:
     host_needed: int
 
 
-def fit(wanted: StateFormat, layouts: Sequence[UnitLayout], placement: Placement, host: int, *, nvme: bool) -> Fit:
-    """How `wanted` fits a placement for a budget of `host` bytes. BudgetError naming a budget to try."""
+def fit(
+    wanted: StateFormat,
+    layouts: Sequence[UnitLayout],
+    placement: Placement,
+    cached: Sequence[bool],
+    host: int,
+    *,
+    nvme: bool,
+) -> Fit:
+    """How `wanted` fits a placement for a budget of `host` bytes; `cached`: whose parameters lie in host memory.
+    BudgetError naming a budget to try.
+    """
     chunk = placement.chunk
-    formats = [wanted.of_unit(layout, there) for layout, there in zip(layouts, placement.param_host, strict=True)]
+    formats = [wanted.of_unit(layout, there) for layout, there in zip(layouts, cached, strict=True)]
     sizes = [each.record_bytes(layout.elements, chunk) for each, layout in zip(formats, layouts, strict=True)]
     widest = max(formats, key=lambda each: each.chunk_bytes(chunk), default=wanted)
     update, work = placement.update_bytes, placement.work_bytes

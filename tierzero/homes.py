@@ -7,38 +7,24 @@ of the last snapshot, the snapshot's extent is taken once more and nothing is wr
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from tierzero.checksum import Sums, checksum, combine
 from tierzero.errors import StoreError
-from tierzero.extents import Extent
+from tierzero.generic import GenericState, kept_from
 from tierzero.manifest import Snapshot
-from tierzero.metrics import Metrics
-from tierzero.records import DiskRecord, HostRecord, StateRecord, pack
-from tierzero.share import HostShare
-from tierzero.state_format import StateFormat
-from tierzero.store import Store
-from tierzero.tiers.host import HostArena
+from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.state_homes import StateHomes
 from tierzero.unit import Unit
 
-Planes = Callable[[int, int], Awaitable[list[torch.Tensor]]]  # the float32 parts of a chunk from its first element, end
 
-
-class Homes:
+class Homes(StateHomes):
     """Where the records of one model's units are made; all coroutines run on the engine's loop."""
-
-    def __init__(self, store: Store | None, arena: HostArena, metrics: Metrics, chunk: int) -> None:
-        self.store = store
-        self.arena = arena
-        self.share = HostShare(arena, metrics.host_budget)
-        self.metrics = metrics
-        self.chunk = chunk
-        self.format: StateFormat | None = None  # of the model's optimizer states; None before there are any
-        self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 
     async def write_first(self, unit: Unit, params: list[nn.Parameter]) -> None:
         """Give the unit's records their first bytes, from real parameters; those of a meta model stay blank."""
@@ -67,74 +53,6 @@ class Homes:
                 self.metrics.add("nvme_written_expected", nbytes)
                 await self.store.put(record.name, data)  # type: ignore[union-attr]
 
-    async def create_state(self, unit: Unit) -> None:
-        """Give the unit a state record: masters from the parameters, zero moments."""
-        format = self.format_of(unit)
-
-        async def planes(first: int, last: int) -> list[torch.Tensor]:
-            moments = [torch.zeros(last - first) for _ in range(format.parts - 1)]
-            return [await self._master(unit, first, last), *moments]
-
-        unit.state = await self._fill(unit, format, planes)
-        old = unit.records.get("fp32")
-        if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
-            del unit.records["fp32"]
-            old.store.remove(old.name)
-
-    def format_of(self, unit: Unit) -> StateFormat:
-        """What the unit's state record is made of."""
-        assert self.format is not None
-        return self.format.of_unit(unit.layout, unit.host_flat is not None)
-
-    async def _fill(self, unit: Unit, format: StateFormat, planes: Planes) -> StateRecord:
-        """A new state record where the unit's state goes, from the parts of its chunks."""
-        chunk, name = self.chunk, f"{unit.name}/state"
-        elements = unit.layout.elements
-        nbytes = format.record_bytes(elements, chunk)
-        params = unit.records.get("param") if format.master == "split" else None
-        if unit.state_host:
-            host = self._host_record(unit, nbytes)
-            at = 0
-            for first in range(0, elements, chunk):
-                raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
-                host.data[at : at + raw.numel()].copy_(raw)
-                at += raw.numel()
-            return StateRecord(host, elements, chunk, format, params)
-        assert self.store is not None
-        extent = self.store.allocate(nbytes, name)
-        try:
-            sums: Sums = (0, 0)
-            at = 0
-            for first in range(0, elements, chunk):
-                raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
-                await self.store.file.write(extent.offset + at, raw)
-                sums = combine(sums, checksum(raw, at // 4))
-                at += raw.numel()
-        except BaseException:
-            self.store.discard(extent)
-            raise
-        self.metrics.add("nvme_written_expected", nbytes)
-        self.store.publish(name, extent, sums)
-        return StateRecord(DiskRecord(self.store, name, nbytes, self.metrics), elements, chunk, format, params)
-
-    def _host_record(self, unit: Unit, nbytes: int) -> HostRecord:
-        block = self.share.block(nbytes, f"optimizer state of unit {unit.name}")
-        return HostRecord(block.tensor[:nbytes])
-
-    async def _master(self, unit: Unit, first: int, last: int) -> torch.Tensor:
-        """Elements [first, last) of the unit's parameters in float32, zero where there is none."""
-        out = torch.zeros(last - first, dtype=torch.float32)
-        for index, place in enumerate(unit.layout.places):
-            lo, hi = max(first, place.elem), min(last, place.elem + place.spec.numel)
-            if place.elem < 0 or lo >= hi:
-                continue
-            part = torch.empty(hi - lo, dtype=unit.live[index].dtype)
-            await unit.read_region(
-                place.region, place.offset + (lo - place.elem) * place.spec.itemsize, part.view(torch.uint8)
-            )
-            out[lo - first : hi - first] = part
-        return out
-
     async def reopen(self, unit: Unit, split: bool) -> None:
         """Take the unit's records from the snapshot to wherever they are placed now. `split`: its master is."""
         store = self.store
@@ -154,7 +72,7 @@ class Homes:
                 record_on_disk = DiskRecord(store, stored, unit.layout.region_bytes(region), self.metrics)
                 if isinstance(host, HostRecord):
                     await record_on_disk.read(0, host.data)
-                    self._note(stored, host)
+                    self.note(stored, host)
                     gone.append(stored)
                 else:
                     unit.records[region] = record_on_disk
@@ -168,30 +86,83 @@ class Homes:
                     "commit"
                 )
         if unit.state is not None:
-            unit.state = await self._resettle(unit, unit.state)
+            unit.state = await self.resettle(unit, unit.state)
             if not unit.state.on_disk:
                 gone.append(name)
         for stored in gone:
             store.remove(stored)
 
-    async def _resettle(self, unit: Unit, old: StateRecord) -> StateRecord:
-        """The snapshot's state record where the unit's state goes now, and with the master that goes there."""
-        format = self.format_of(unit)
-        if format != old.format:
-            planes = lambda first, last: old.planes(first)
-            return await self._fill(unit, format, planes)
-        record = old.record
-        if unit.state_host:
-            record = self._host_record(unit, old.record.nbytes)
-            await old.record.read(0, record.data)
-            self._note(f"{unit.name}/state", record)
-        params = unit.records["param"] if old.params is not None else None
-        return StateRecord(record, old.elements, old.chunk, format, params)
+    # -- states of other optimizers; see generic.py
 
-    def _note(self, name: str, record: HostRecord) -> None:
-        """The host record now equals the record `name` of the snapshot that was opened."""
+    def generic_place(self, unit: Unit, nbytes: int) -> tuple[HostRecord | DiskRecord | None, Any]:
+        """A record of `nbytes` for the unit's generic state, and its memory: where AdamW's state would go, on NVMe if
+        the host budget has no room. What the unit has now serves again if it fits.
+        """
+        if nbytes == 0:
+            return None, None
+        old: GenericState | None = unit.generic
+        before = old.record if old is not None else None
+        if old is not None and isinstance(before, HostRecord) and before.nbytes == nbytes:
+            return before, old.block
+        block = self.state_block(unit, nbytes)
+        if block is not None:
+            record = HostRecord(block.tensor[:nbytes])
+            record.version = before.version if isinstance(before, HostRecord) else 0
+            return record, block
         assert self.store is not None
-        self._saved[name] = (record.version, self.store.current[name])
+        return DiskRecord(self.store, f"{unit.name}/optim", nbytes, self.metrics), None
+
+    async def move_out(self, unit: Unit) -> None:
+        """Take the unit's parameters from host memory to NVMe."""
+        store, block = self.store, unit.host_flat
+        assert store is not None
+        assert block is not None
+        if unit.arrival is not None:
+            await asyncio.wait([unit.arrival])
+        if unit.ready_event is not None:
+            unit.ready_event.synchronize()  # a copy to the device may still read them
+        for region, record in list(unit.records.items()):
+            if region == "fp32" and unit.state is not None:  # the masters in its record
+                del unit.records[region]
+                continue
+            assert isinstance(record, HostRecord)
+            on_disk = DiskRecord(store, f"{unit.name}/{region}", record.nbytes, self.metrics)
+            self.metrics.add("nvme_written_expected", record.nbytes)
+            await store.put(on_disk.name, record.data)
+            unit.records[region] = on_disk
+        unit.host_flat = None
+        block.free()
+
+    def publish_generic(self, unit: Unit, new: GenericState) -> None:
+        """Make `new` the unit's generic state."""
+        old, unit.generic = unit.generic, new
+        self.drop_generic(unit, old)
+
+    def drop_generic(self, unit: Unit, gone: GenericState | None) -> None:
+        """Give up what only `gone` has."""
+        now: GenericState | None = unit.generic
+        if gone is None or gone is now:
+            return
+        if gone.block is not None and (now is None or gone.block is not now.block):
+            gone.block.free()
+        record = gone.record if now is not None and not isinstance(now.record, DiskRecord) else None
+        if isinstance(record, DiskRecord) and record.name in record.store.current:
+            record.store.remove(record.name)
+
+    async def reopen_generic(self, unit: Unit) -> None:
+        """Take the unit's generic state from the snapshot, if it has one; all units have their memory by now."""
+        assert self.store is not None
+        assert self.store.resumed is not None
+        described = self.store.resumed.meta["engine"].get("generic", {}).get(unit.name)
+        if described is None:
+            return
+        record, block = self.generic_place(unit, described["nbytes"])
+        if isinstance(record, HostRecord):
+            on_disk = DiskRecord(self.store, f"{unit.name}/optim", record.nbytes, self.metrics)
+            await on_disk.read(0, record.data)
+            self.note(on_disk.name, record)
+            self.store.remove(on_disk.name)
+        unit.generic = GenericState(record, block, kept_from(described))
 
     def host_bytes(self, units: list[Unit], *, changed: bool = False) -> int:
         """Bytes of the records that lie in host memory; with `changed`, of those that `flush_host` would write."""
@@ -229,3 +200,5 @@ def _in_host(units: list[Unit]) -> Iterator[tuple[str, HostRecord]]:
                 yield f"{unit.name}/{region}", record
         if unit.state is not None and isinstance(unit.state.record, HostRecord):
             yield f"{unit.name}/state", unit.state.record
+        if unit.generic is not None and isinstance(unit.generic.record, HostRecord):
+            yield f"{unit.name}/optim", unit.generic.record

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 SMALLEST = 1 << 20  # bytes: below this, mapping and faulting in pages anew costs more than it gives
@@ -25,3 +26,9 @@ def map_from(nbytes: int) -> bool:
     except (AttributeError, OSError):
         return False  # not glibc
     return bool(mallopt(M_MMAP_THRESHOLD, ctypes.c_int(min(max(nbytes, SMALLEST), 32 << 20))))
+
+
+def trim() -> None:
+    """Give free memory in the middle of malloc's heaps back to the system, where malloc can do that (glibc)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

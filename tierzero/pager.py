@@ -48,7 +48,7 @@ class Pager:
         order = [unit.uid for unit in units]
         self.trace = Trace(order + order[::-1])
         self.trace.begin_step()
-        updates.next_use = self.trace.next_use
+        updates.next_use, updates.due = self.trace.next_use, self.trace.due
         self.residency = Residency(units, loop, transfer, updates, metrics, self.trace, budget, depth)
         self._ticks = itertools.count(1)  # numbers the beginnings of backward
 

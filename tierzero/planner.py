@@ -108,7 +108,7 @@ def plan(
     trainable = sum(spec.numel for spec in specs if spec.trainable)
     param_host = sum(layout.flat_bytes for layout, there in zip(layouts, placement.param_host, strict=True) if there)
     wanted = choose_format(state_dtype, master, amsgrad, native=NATIVE is not None)
-    fitted = fit(wanted, layouts, placement, host, nvme=bool(directories))
+    fitted = fit(wanted, layouts, placement, placement.param_host, host, nvme=bool(directories))
     state_host = sum(size for size, there in zip(fitted.state_bytes, fitted.state_host, strict=True) if there)
     state_nvme = sum(fitted.state_bytes) - state_host
     copies = sum(

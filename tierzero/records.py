@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Protocol
@@ -90,6 +91,7 @@ class StateRecord:
         self.chunk = chunk
         self.format = format
         self.params = params
+        self._turn = asyncio.Lock()  # of whoever changes part of a chunk
 
     @property
     def on_disk(self) -> bool:
@@ -110,18 +112,23 @@ class StateRecord:
     async def write(self, part: int, first: int, data: torch.Tensor) -> None:
         """Write `data` (float32[n]) to elements [first, first + n) of `part`."""
         if not self._apart(part):
-            for start, last in self._chunks(first, first + data.numel()):
-                low, planes = max(first, start), await self.planes(start)
-                planes[part][low - start : last - start].copy_(data[low - first : last - first])
-                raw, params = pack(self.format, self.chunk, planes)
-                await self.record.write(self._offset(start), raw)
-                if self.params is not None and params is not None:
-                    await self.params.write(2 * start, params.view(torch.uint8))
+            async with self._turn:
+                for start, last in self._chunks(first, first + data.numel()):
+                    await self._change(part, start, max(first, start), data[max(first, start) - first : last - first])
             return
         raw = data.contiguous().view(torch.uint8)
         for piece in self.pieces(part, first, first + data.numel()):
             at = 4 * (piece.elem - first)
             await self.record.write(piece.offset, raw[at : at + 4 * piece.count])
+
+    async def _change(self, part: int, start: int, first: int, data: torch.Tensor) -> None:
+        """Write `data` from element `first` on, all of it in the chunk that begins with element `start`."""
+        planes = await self.planes(start)
+        planes[part][first - start : first - start + data.numel()].copy_(data)
+        raw, params = pack(self.format, self.chunk, planes)
+        await self.record.write(self._offset(start), raw)
+        if self.params is not None and params is not None:
+            await self.params.write(2 * start, params.view(torch.uint8))
 
     async def planes(self, start: int) -> list[torch.Tensor]:
         """All parts of the chunk that begins with element `start`."""

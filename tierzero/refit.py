@@ -4,11 +4,13 @@ the buffers and the room on the drives that it needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tierzero.errors import TierzeroError
 from tierzero.fit import Fit, fit
 from tierzero.native import NATIVE
+from tierzero.optim.generic import WrappedOptimizer
 from tierzero.optim.shadow import Shadows
 from tierzero.optim.streamed import StreamedStep
 from tierzero.room import Room
@@ -23,17 +25,17 @@ class States:
     def __init__(self, engine: Any, layouts: list[Any]) -> None:
         self.engine = engine
         self.layouts = layouts
-        self.fit = self._fit(PLAIN)
+        self.fit = self._fit(PLAIN, engine.placement.param_host)
         self._buffers: Any = None
 
-    def _fit(self, format: StateFormat) -> Fit:
+    def _fit(self, format: StateFormat, cached: Sequence[bool]) -> Fit:
         engine = self.engine
         nvme = bool(engine.tiers.directories())
-        return fit(format, self.layouts, engine.placement, engine.metrics.host_budget, nvme=nvme)
+        return fit(format, self.layouts, engine.placement, cached, engine.metrics.host_budget, nvme=nvme)
 
-    def use(self, format: StateFormat) -> None:
-        """Have states of `format` from here on. TierzeroError if the model has others, BudgetError if it does not
-        fit.
+    def use(self, format: StateFormat, cached: Sequence[bool]) -> None:
+        """Have states of `format` from here on; `cached`: whose parameters lie in host memory. TierzeroError if the
+        model has others, BudgetError if it does not fit.
         """
         engine, before = self.engine, self.engine.homes.format
         if before is not None and before != format:
@@ -43,7 +45,12 @@ class States:
             )
         if before is not None:
             return
-        self.fit = self._fit(format)
+        if format.master == "split" and any(isinstance(other, WrappedOptimizer) for other in engine.optimizers):
+            raise TierzeroError(
+                'master="split" and wrapped optimizers cannot be in one model, they cannot step split masters: use '
+                'master="float32"'
+            )
+        self.fit = self._fit(format, cached)
         if format != PLAIN:
             engine.streamed = self.streamed()
             self.make_room()
@@ -57,7 +64,7 @@ class States:
         """
         if saved is None:
             return []
-        self.use(StateFormat(**saved["format"]))
+        self.use(StateFormat(**saved["format"]), self.engine.placement.param_host)
         return list(saved["split"])
 
     def describe(self) -> dict[str, Any] | None:

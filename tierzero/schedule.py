@@ -244,6 +244,10 @@ class Trace:
                 distance += len(active.step.uses)
         return distance if distance < FAR else FAR - self._used.get(uid, 0)
 
+    def due(self, uid: Unit) -> int:
+        """When a unit is next used, on a clock that ticks with every use; constant until then if all goes well."""
+        return self._tick + min(self.next_use(uid), FAR)
+
 
 def choose_victims(
     resident: Mapping[Unit, int], need: int, next_use: Callable[[Unit], int], keep: Collection[Unit] = frozenset()

@@ -65,6 +65,7 @@ class Unit:
         self.grad_views: list[torch.Tensor | None] = [None] * len(params)
         self.published: list[weakref.ref[HostGrad] | None] = [None] * len(params)
         self.coef: list[float] = [1.0] * len(params)  # clip coefficient to fold into the next update
+        self.unscaled: list[float] = [1.0] * len(params)  # loss scale's inverse, applied in float32 before it
         self.owner: Any = None  # the engine
         self.state_host = False  # where optimizer state goes when there is some
         self.steps: list[int] = [0] * len(params)
@@ -84,6 +85,7 @@ class Unit:
         self.version = 0
         self.arrival: asyncio.Task[None] | None = None  # the fetch under way
         self.pending: Any = None  # the queued update that the next use waits for
+        self.generic: Any = None  # GenericState: what optimizers other than AdamW keep
         self.guess: Any = None  # an update that was begun before the step was taken
         self.has_grads = False  # since the last step: its parameters are about to change
         self.master_edited = False  # since the last step: the parameters need not be the rounded masters
@@ -243,6 +245,8 @@ class Unit:
             await record.write(place.offset, flat.view(torch.uint8))
         if self.state is not None and place.elem >= 0:
             await self.state.write(StateRecord.MASTER, place.elem, flat.float())
+        elif self.generic is not None:
+            await self.generic.write_master(index, flat.float())
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +268,7 @@ class Unit:
             raise self._frozen(index)
         self.own_grads()
         self.has_grads = True
-        self.coef[index] = 1.0
+        self.coef[index] = self.unscaled[index] = 1.0
         self.touched = False
         before = self.published[index]
         kept = before() if before is not None else None
@@ -279,8 +283,7 @@ class Unit:
         """Somebody uses a published gradient, and may keep what changes it behind our back (`.data`, `.numpy()`)."""
         self.settle()
         self.norms, self.touched = None, True
-        if changes:  # what is written now is not to be scaled by a clip before it
-            self.fold_clip(index)
+        self.fold_clip(index, clip=changes)  # what is written now is not to be scaled by a clip before it
 
     def grad(self, index: int) -> torch.Tensor | None:
         """The gradient of one parameter as a plain tensor in the unit's buffer (a foreign `.grad` is copied in), or
@@ -293,19 +296,23 @@ class Unit:
         plain = grad.plain if isinstance(grad, HostGrad) else grad
         ours = view is not None and plain.data_ptr() == view.data_ptr()
         if view is None or not ours or plain is grad:
-            coef = self.coef[index] if ours else 1.0  # `p.grad = p.grad.detach()` is still the clipped gradient
+            # `p.grad = p.grad.detach()` is still the clipped gradient
+            coef, unscaled = (self.coef[index], self.unscaled[index]) if ours else (1.0, 1.0)
             view = self.publish_grad(index)
             view.copy_(plain)
-            self.coef[index] = coef
+            self.coef[index], self.unscaled[index] = coef, unscaled
         return view
 
-    def fold_clip(self, index: int) -> None:
-        """Scale a gradient by the clip coefficient that waits for a step, as the plain loop would have done at once."""
+    def fold_clip(self, index: int, *, clip: bool = True, scale: bool = True) -> None:
+        """Scale a gradient by what waits for a step (the clip coefficient, the inverse loss scale), as the plain loop
+        would have done at once.
+        """
         view = self.grad_views[index]
-        if self.coef[index] != 1.0 and view is not None:
-            self.own_grads()
-            view.mul_(self.coef[index])
-            self.coef[index] = 1.0
+        for waits, factors in ((scale, self.unscaled), (clip, self.coef)):
+            if waits and factors[index] != 1.0 and view is not None:
+                self.own_grads()
+                view.mul_(factors[index])
+                factors[index] = 1.0
 
 
 class ParamSource:

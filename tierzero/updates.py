@@ -26,8 +26,8 @@ from tierzero.unit import Unit
 class Work(Protocol):
     """How a unit's update is made; each may be run again after it failed."""
 
-    async def compute(self) -> Any:
-        """Make the new versions, from the old ones and the gradients."""
+    async def compute(self, due: int) -> Any:
+        """Make the new versions, from the old ones and the gradients; what is due sooner goes first."""
         ...
 
     def publish(self, fresh: Any) -> None:
@@ -59,6 +59,7 @@ class Update:
         self.before: Guess | None = None
         self.queued = False
         self.urgent = False
+        self.due = 0  # as of its start
         self.finished = asyncio.Event()
         self.error: BaseException | None = None
 
@@ -68,7 +69,7 @@ class Update:
             await self.before.undo(restore=False)
             self.before = None
         assert self.work is not None
-        self.work.publish(await self.work.compute())
+        self.work.publish(await self.work.compute(self.due))
 
     @property
     def decided(self) -> bool:
@@ -100,7 +101,7 @@ class Guess(Update):
             self._started = True
             self.computed.clear()
             try:
-                self.fresh = await self.made.compute()
+                self.fresh = await self.made.compute(self.due)
             finally:
                 self.computed.set()
         if self.committed:
@@ -137,13 +138,15 @@ class Guess(Update):
 
 class UpdateQueue:
     """Lives on the loop thread; all but the constructor runs there. At most `width` updates are on their way at a
-    time; `next_use(uid)` is the distance of a unit's next use.
+    time, and one more if the very next use waits for it; `due` and `next_use` are those of the trace.
     """
 
     def __init__(self, metrics: Metrics, width: int) -> None:
         self.metrics = metrics
         self.width = width
-        self.next_use: Callable[[int], int] = lambda uid: 0
+        self.due: Callable[[int], int] = lambda uid: 0
+        self.next_use: Callable[[int], int] = lambda uid: 1
+        self.may_exceed: Callable[[], bool] = lambda: True  # whether there is room for one more than `width`
         self._waiting: list[Update] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -188,9 +191,15 @@ class UpdateQueue:
         if unit.guess is guess:
             unit.guess = None
 
-    async def settled(self, unit: Unit) -> None:
+    def hurry(self, unit: Unit) -> None:
+        """Somebody waits for the unit's update: it goes before all others that have not begun."""
+        if unit.pending is not None:
+            unit.pending.urgent = True
+            self._pump()
+
+    async def settled(self, unit: Unit, *, urgent: bool = True) -> None:
         """Return when `unit` has no queued update; raises what its update raised. One that had failed before is tried
-        again first.
+        again first. `urgent`: somebody waits for it.
         """
         job: Update | None = unit.pending
         if job is None:
@@ -198,16 +207,20 @@ class UpdateQueue:
         if job.error is not None:
             job.error, job.queued = None, False
             job.finished.clear()
-        job.urgent = True
+        job.urgent |= urgent
         self.put([job])
         await job.finished.wait()
         if job.error is not None:
             raise job.error
 
     def _pump(self) -> None:
-        while self._waiting and len(self._tasks) < self.width:
-            job = min(self._waiting, key=lambda job: (not job.urgent, self.next_use(job.unit.uid)))
+        while self._waiting:
+            job = min(self._waiting, key=lambda job: (not job.urgent, self.due(job.unit.uid)))
+            wanted_now = job.urgent or self.next_use(job.unit.uid) == 0
+            if len(self._tasks) >= self.width + (wanted_now and self.may_exceed()):
+                return
             self._waiting.remove(job)
+            job.due = 0 if job.urgent else self.due(job.unit.uid)
             task = asyncio.ensure_future(self._run(job))
             self._tasks.add(task)
             task.add_done_callback(self._done)

@@ -94,7 +94,7 @@ struct Rig {
         r.grads = grads.data();
         r.grads_size = grads.size();
         if (state) {
-            r.state = state;
+            r.state = reinterpret_cast<char*>(state);
         } else {
             r.src = Place{file.open(), 0};
             r.dst = Place{file.open(), kSpan};

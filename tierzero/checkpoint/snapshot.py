@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,22 @@ from tierzero.paged import Paged
 BUFFERS = "buffers"  # the record that holds the model's persistent buffers, as safetensors
 
 
-def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, meta: dict[str, Any]) -> None:
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def _groups(optimizer: Optimizers) -> list[dict[str, Any]]:
+    """The parameter groups of one optimizer, or of several one after another."""
+    if optimizer is None:
+        return []
+    several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    return [group for one in several for group in one.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def commit(engine: Engine, optimizer: Optimizers, name: str, meta: dict[str, Any]) -> None:
     """Commit parameters, persistent buffers, optimizer states and step counts as snapshot `name`, with `meta` (JSON
     values). It replaces the snapshot before it.
 
@@ -43,9 +59,10 @@ def commit(engine: Engine, optimizer: torch.optim.Optimizer | None, name: str, m
         **engine.describe(),
         "state": engine.states.describe(),
         "steps": {unit.name: unit.steps for unit in engine.units},
-        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        if optimizer is not None
-        else [],
+        "generic": {unit.name: unit.generic.describe() for unit in engine.units if unit.generic is not None},
+        "groups": [
+            {key: _plain(value) for key, value in group.items() if key != "params"} for group in _groups(optimizer)
+        ],
     }
 
     buffers = {key: value.detach().cpu().clone().contiguous() for key, value in _buffers(engine).items()}
@@ -82,7 +99,7 @@ async def _flush_buffers(engine: Engine, raw: torch.Tensor) -> None:
     await store.put(BUFFERS, raw)
 
 
-def restore(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def restore(engine: Engine, optimizer: Optimizers) -> dict[str, Any]:
     """Put the buffers, step counts and hyper-parameters of the snapshot opened by offload(resume=...) back; returns the
     `meta` given to commit.
     """
@@ -91,22 +108,23 @@ def restore(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str
         raise StoreError("restore() needs a model offloaded with resume=True or resume=NAME")
     meta = dict(store.resumed.meta)
     own = meta.pop("engine")
-    if optimizer is not None and len(optimizer.param_groups) != len(own["groups"]):
+    groups = _groups(optimizer)
+    if optimizer is not None and len(groups) != len(own["groups"]):
         raise ValueError(
-            f"the snapshot has {len(own['groups'])} parameter groups and this optimizer "
-            f"{len(optimizer.param_groups)}: build "
-            "it over the same groups"
+            f"the snapshot has {len(own['groups'])} parameter groups and this optimizer {len(groups)}: build it over "
+            "the same groups"
         )
     _restore_buffers(engine)
     for unit in engine.units:
         unit.steps[:] = own["steps"][unit.name]
-    if optimizer is not None:
-        for group, saved in zip(optimizer.param_groups, own["groups"], strict=True):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
-        for unit in engine.units:
-            for index, param in enumerate(unit.rest):
-                if param in optimizer.state:
-                    optimizer.state[param]["step"].fill_(unit.steps[index])
+    for group, saved in zip(groups, own["groups"] if groups else [], strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+    for one in engine.optimizers:
+        one.restored()
     return meta
 
 

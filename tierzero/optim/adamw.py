@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tierzero.errors import NonFiniteGradientError, TierzeroError
+from tierzero.errors import TierzeroError
 from tierzero.native import NATIVE
-from tierzero.optim.clip import place_of
-from tierzero.optim.norms import begin_norms, is_finite, unit_norms, without_grad
+from tierzero.optim.base import TieredOptimizer, first_bad, home_of
+from tierzero.optim.norms import begin_norms, without_grad
 from tierzero.optim.overlap import Mode, Overlap
+from tierzero.optim.resting import Resting
 from tierzero.optim.streamed import Hyper, UnitUpdate
-from tierzero.paged import Paged
 from tierzero.records import StateRecord
 from tierzero.state_format import StateFormat, choose_format
 from tierzero.unit import Unit
 from tierzero.updates import Guess, Update
 
-log = logging.getLogger("tierzero")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_REFUSED = {
+    "capturable": "a step that reads and writes tiers cannot be part of a CUDA graph",
+    "differentiable": "nothing can be differentiated through a step whose tensors are paged out",
+}
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(TieredOptimizer):
     """Decoupled weight decay Adam (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), bit-equal to
     torch.optim.AdamW(fused=True) on float32 masters; with `decoupled` False plain Adam, bit-equal to torch.optim.Adam.
 
@@ -43,6 +46,9 @@ class AdamW(torch.optim.Optimizer):
     `master`: "float32", or "split" for bfloat16 parameters cached in host memory: they are then the high half of their
     masters and NVMe holds the low one, nothing is lost and 10 bytes per parameter move instead of 12. Other parameters
     keep float32 masters. All optimizers of a model have the same `state_dtype`, `master` and `amsgrad`.
+
+    `foreach` and `fused` choose nothing here, where steps are always those of torch's fused kernel; they go into state
+    dicts, for torch.optim.AdamW. The other options of that class are refused when they are on.
     """
 
     def __init__(
@@ -59,16 +65,26 @@ class AdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype | str = torch.float32,
         master: str = "float32",
         seed: int = 0,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = True,
         max_skipped_steps: int = 10,
         overlap: Mode = "auto",
     ) -> None:
         self.overlap = Overlap(overlap)
         self.format = choose_format(state_dtype, master, amsgrad, native=NATIVE is not None)
         self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}  # this optimizer's parameters by unit
-        self._skipped_in_row = 0
         self.max_skipped_steps = max_skipped_steps
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
         defaults |= {"maximize": maximize, "decoupled_weight_decay": decoupled, "seed": seed}
+        defaults |= {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,22 +105,6 @@ class AdamW(torch.optim.Optimizer):
                 self.members.setdefault(unit, []).append((index, group))
                 unit.owner.optimizers.add(self)
 
-    def _place(self, param: torch.Tensor, index: int) -> tuple[Unit, int]:
-        place = place_of(param)
-        if place is None:
-            raise TierzeroError(
-                f"parameter {index} of the group, {tuple(param.shape)} {param.dtype}, is not one of an offloaded "
-                "model: call tierzero.offload(model) first and pass "
-                "model.parameters() afterwards; parameters elsewhere need an optimizer of their own"
-            )
-        unit, k = place
-        if param.requires_grad and unit.layout.places[k].elem < 0:
-            raise TierzeroError(
-                f"parameter {unit.names[k]} was frozen when offload() laid the model out and has no room for "
-                "optimizer state: call requires_grad_(True) before offload()"
-            )
-        return unit, k
-
     @without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue one update of every parameter that has a gradient. Returns the closure's loss, if there is one."""
@@ -112,28 +112,28 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work: dict[Unit, dict[int, dict[str, Any]]] = {}
         for group in self.param_groups:
             _check_group(group, self.format)
-            for param in group["params"]:
-                if param.grad is not None:
-                    unit, index = _home(param)
-                    if unit.grad(index) is not None and unit.layout.places[index].elem >= 0:
-                        work.setdefault(unit, {})[index] = group
-        owners = list(dict.fromkeys(unit.owner for unit in work)) or self._owners()
+        work = self.work()
+        owners = self._owners(work)
         for owner in owners:
             mine = [unit for unit in work if unit.owner is owner]
             owner.pager.check_idle(mine, "call optimizer.step() after backward, outside the model and `unsharded`")
         for unit in work:
             unit.owner.pager.settle(unit, keep_guess=True)
-        bad = _first_bad(work)
-        as_is = not bad and not any(unit.touched or set(unit.coef) != {1.0} for unit in work)
+        bad = first_bad(work)
+        skipped = bad is not None or self._overflowed()
+        if not skipped:
+            self._unscale(work)
+        as_is = not skipped and not any(unit.touched or {*unit.coef, *unit.unscaled} != {1.0} for unit in work)
         for owner in owners:
-            jobs = [] if bad else [self._job(unit, groups) for unit, groups in work.items() if unit.owner is owner]
+            todo = [] if skipped else [unit for unit in work if unit.owner is owner]
+            jobs = [self._job(unit, work[unit]) for unit in todo]
             owner.pager.step(jobs, [unit for unit in self.members if unit.owner is owner])
-            owner.metrics.add("skipped_steps" if bad else "steps")
+            owner.metrics.add("skipped_steps" if skipped else "steps")
         self.overlap.stepped(self._settings(), as_is=as_is)
-        self._note_skip(bad)
+        if not self._overflowed():  # else the GradScaler deals with it
+            self._note_skip(bad)
         return loss
 
     # -- guesses -------------------------------------------------------------------------------------------------------
@@ -167,10 +167,6 @@ class AdamW(torch.optim.Optimizer):
             for g in self.param_groups
         ]
 
-    def _owners(self) -> list[Any]:
-        """The engines of all parameters."""
-        return list(dict.fromkeys(_home(param)[0].owner for group in self.param_groups for param in group["params"]))
-
     def _hypers(self, unit: Unit, groups: dict[int, dict[str, Any]]) -> dict[int, Hyper]:
         hypers: dict[int, Hyper] = {}
         for index, group in groups.items():
@@ -182,15 +178,15 @@ class AdamW(torch.optim.Optimizer):
                 float(group["eps"]),
                 float(group["weight_decay"]),
                 unit.steps[index] + 1,
-                unit.coef[index],
+                unit.coef[index] * unit.unscaled[index],
                 bool(group["maximize"]),
                 bool(group["decoupled_weight_decay"]),
                 0 if self.format.moments == "f32" else _noise(group["seed"], unit, index),
             )
         return hypers
 
-    def _job(self, unit: Unit, groups: dict[int, dict[str, Any]]) -> Update:
-        hypers = self._hypers(unit, groups)
+    def _job(self, unit: Unit, numbers: dict[int, int]) -> Update:
+        hypers = self._hypers(unit, {index: self.param_groups[number] for index, number in numbers.items()})
         counts = [self.state[unit.rest[index]]["step"] for index in hypers]
 
         def begin() -> None:
@@ -200,26 +196,15 @@ class AdamW(torch.optim.Optimizer):
 
         return Update(unit, UnitUpdate(unit.owner.streamed, unit, hypers), hypers, begin)
 
-    def _note_skip(self, bad: str | None) -> None:
-        if bad is None:
-            self._skipped_in_row = 0
-            return
-        self._skipped_in_row += 1
-        log.warning(
-            "step skipped, nothing changed: the gradient of %s is not finite (%d in a row)", bad, self._skipped_in_row
-        )
-        if self._skipped_in_row >= self.max_skipped_steps:
-            raise NonFiniteGradientError(
-                f"{self._skipped_in_row} steps in a row had a gradient that is infinite or NaN, the last one first in "
-                f"{bad}: lower the learning rate, check the data, "
-                "or raise max_skipped_steps"
-            )
+    def restored(self) -> None:
+        """A snapshot has set the units' step counts."""
+        for unit, members in self.members.items():
+            for index, _ in members:
+                self.state[unit.rest[index]]["step"].fill_(unit.steps[index])
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters, steps and moments from a state dict of this class or of torch.optim.AdamW (same
-        parameters in the same order).
-        """
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Hyper-parameters, steps and moments, from a state dict of this class or of torch.optim.AdamW."""
         saved, groups = state_dict["state"], state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
@@ -228,18 +213,28 @@ class AdamW(torch.optim.Optimizer):
             )
         if any(bool(group.get("amsgrad", False)) != self.format.amsgrad for group in groups):
             raise ValueError("the state dict has another amsgrad= than this optimizer: build it with the same one")
-        for group, other in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in other.items() if key in group and key != "params"})
+        merged = [
+            {key: other.get(key, value) for key, value in group.items() if key != "params"}
+            for group, other in zip(self.param_groups, groups, strict=True)
+        ]
+        for values in merged:
+            _check_group(values, self.format)
+        for group, values, other in zip(self.param_groups, merged, groups, strict=True):
+            group.update(values)
             for param, key in zip(group["params"], other["params"], strict=True):
-                values = saved.get(key)
-                if values is None or param not in self.state:
+                if param not in self.state:
                     continue
-                for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):
+                values = saved.get(key)
+                if values is None:  # it was never stepped there
+                    values = {"step": 0}
+                    if self.state[param]["step"] != 0:
+                        values |= {name: torch.zeros(param.shape) for name in _MOMENTS}
+                for name in (*_MOMENTS, "master"):
                     if name in values and name in self.state[param]:
                         self.state[param][name].copy_(values[name])
                 step = int(values["step"])
                 self.state[param]["step"].fill_(step)
-                unit, index = _home(param)
+                unit, index = home_of(param)
                 unit.steps[index] = step
 
 
@@ -283,24 +278,8 @@ def _state(unit: Unit, index: int) -> dict[str, Any]:
         parts["master"] = StateRecord.MASTER
     state: dict[str, Any] = {"step": torch.tensor(float(unit.steps[index]))}
     for name, part in parts.items():
-        state[name] = Paged(StateSource(unit, index, part, name), shape, torch.float32)
+        state[name] = Resting(StateSource(unit, index, part, name), shape, torch.float32)
     return state
-
-
-def _home(param: torch.Tensor) -> tuple[Unit, int]:
-    """Where a parameter lies that add_param_group has let in."""
-    place = place_of(param)
-    assert place is not None
-    return place
-
-
-def _first_bad(work: Iterable[Unit]) -> str | None:
-    """The name of the first parameter whose gradient has an element that is not finite."""
-    for unit in work:
-        for index, norm in enumerate(unit_norms(unit)):
-            if not norm < float("inf") and not is_finite(unit, index):
-                return unit.names[index]
-    return None
 
 
 def _noise(seed: int, unit: Unit, index: int) -> int:
@@ -319,3 +298,6 @@ def _check_group(group: dict[str, Any], format: StateFormat) -> None:
             raise ValueError(f"betas must lie in [0, 1), got {tuple(group['betas'])}")
     if bool(group["amsgrad"]) != format.amsgrad:
         raise ValueError("amsgrad= is one for all groups, it decides what state records hold: give it to AdamW()")
+    for name, instead in _REFUSED.items():
+        if group.get(name):
+            raise TierzeroError(f"{name}=True is not supported by tierzero.AdamW; {instead}")

@@ -50,7 +50,8 @@ def clip_grad_norm_(
     for param in params:
         place = place_of(param)
         if place is not None:  # clipped before without a step: the plain loop would have scaled the gradient then
-            place[0].fold_clip(place[1])
+            place[0].fold_clip(place[1], scale=False)
+    known: dict[Unit, list[float]] = {}
     for param in params:
         place = place_of(param)
         if place is None:
@@ -58,7 +59,9 @@ def clip_grad_norm_(
             norms.append(torch.linalg.vector_norm(param.grad.float()).cpu())
             continue
         unit, index = place
-        norms.append(torch.tensor(unit_norms(unit)[index], dtype=torch.float32))
+        if unit not in known:
+            known[unit] = unit_norms(unit)
+        norms.append(torch.tensor(known[unit][index], dtype=torch.float32))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(

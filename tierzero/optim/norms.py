@@ -41,15 +41,20 @@ def unit_norms(unit: Unit) -> list[float]:
     unit.finish_grads()
     if unit.grad_block is None:
         return [0.0] * len(grads)
-    if unit.norming is not None:
+    if unit.norming is not None and not unit.norming.done():
         unit.owner.run(asyncio.wait([unit.norming]))
     version = unit.grad_block.tensor._version
     present = tuple(grad is not None for grad in grads)
     if unit.norms is None or unit.touched or unit.norms[0] != (version, present):
-        tensors = [grad.reshape(-1) for grad in grads if grad is not None]
+        tensors = [_unscaled(unit, index, grad) for index, grad in enumerate(grads) if grad is not None]
         values = iter(_norms(tensors))
         unit.norms = (version, present), [next(values) if there else 0.0 for there in present]
     return unit.norms[1]
+
+
+def _unscaled(unit: Unit, index: int, grad: torch.Tensor) -> torch.Tensor:
+    flat = grad.reshape(-1)
+    return flat if unit.unscaled[index] == 1.0 else flat.float() * unit.unscaled[index]
 
 
 def begin_norms(unit: Unit) -> None:

@@ -61,6 +61,7 @@ class Hyper:
         )
 
 
+WIDTH = 3  # updates on their way at once, so that the drive never waits for the next one
 IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)  # scalars of a parameter without a gradient: not used
 
 
@@ -81,8 +82,8 @@ class UnitUpdate:
         self.unit = unit
         self.hypers = hypers
 
-    async def compute(self) -> list[Fresh]:
-        return await self.streamed.compute(self.unit, self.hypers)
+    async def compute(self, due: int) -> list[Fresh]:
+        return await self.streamed.compute(self.unit, self.hypers, due)
 
     def publish(self, fresh: list[Fresh]) -> None:
         for new in fresh:
@@ -115,11 +116,12 @@ class StreamedStep:
     @property
     def width(self) -> int:
         """How many updates may be on their way at once."""
-        return 3 if self.stepper is not None else 1
+        return WIDTH if self.stepper is not None else 1
 
-    async def compute(self, unit: Unit, hypers: dict[int, Hyper]) -> list[Fresh]:
+    async def compute(self, unit: Unit, hypers: dict[int, Hyper], due: int) -> list[Fresh]:
         """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer: new versions of its
-        records in the store, to be published or discarded; records in host memory in place.
+        records in the store, to be published or discarded; records in host memory in place. What is due sooner goes in
+        front of what is under way.
         """
         state, param = unit.state, unit.records.get("param")
         assert state is not None
@@ -134,10 +136,12 @@ class StreamedStep:
                 extents.append(new_state := self._room(state.record))
             if isinstance(param, DiskRecord):
                 extents.append(new_param := self._room(param))
-            run = self._python
-            if self.stepper is not None:
-                run = self._split if state.format.master == "split" else self._native
-            state_sum, param_sum = await run(unit, hypers, new_state, new_param)
+            if self.stepper is None:
+                state_sum, param_sum = await self._python(unit, hypers, new_state, new_param)
+            elif state.format.master == "split":
+                state_sum, param_sum = await self._split(unit, hypers, new_state, due)
+            else:
+                state_sum, param_sum = await self._native(unit, hypers, new_state, new_param, due)
         except BaseException:
             for extent in extents:
                 assert self.store is not None
@@ -170,14 +174,14 @@ class StreamedStep:
 
     # -- native --------------------------------------------------------------------------------------------------------
 
-    async def _split(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any) -> tuple[Any, Any]:
+    async def _split(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, due: int) -> tuple[Any, Any]:
         """With the high halves of the masters in the parameters; see state_format's Note [split masters]."""
         record = unit.records["param"]
         assert isinstance(record, HostRecord)
         if new_state is None:  # nothing can fail on the way
-            return await self._native(unit, hypers, None, None, out=record.data)
+            return await self._native(unit, hypers, None, None, due, out=record.data)
         async with self.shadows.take(record.nbytes) as shadow:
-            sums = await self._native(unit, hypers, new_state, None, out=shadow, params=record.data)
+            sums = await self._native(unit, hypers, new_state, None, due, out=shadow, params=record.data)
             for place in unit.layout.places:
                 if place.elem >= 0:
                     part = slice(place.offset, place.offset + place.spec.nbytes)
@@ -185,7 +189,7 @@ class StreamedStep:
         return sums
 
     async def _native(
-        self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any, **where: Any
+        self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any, due: int, **where: Any
     ) -> tuple[Any, Any]:
         state, param = unit.state, unit.records.get("param")
         assert state is not None
@@ -214,7 +218,7 @@ class StreamedStep:
             where["out"] = unit.host_flat.tensor[: unit.layout.flat_bytes]
         grads = unit.grad_block.tensor[: unit.layout.grad_bytes]
         where["out_first"] = unit.layout.low_first if new_param is not None else 0
-        ticket = self.stepper.submit(state.elements, segments, grads, format=state.format.native, **where)
+        ticket = self.stepper.submit(state.elements, segments, grads, format=state.format.native, due=due, **where)
         sums: tuple[Any, Any] = await self.io.wait(ticket)
         return sums
 
