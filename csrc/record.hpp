@@ -66,7 +66,7 @@ void check_record(Record& record, std::uint64_t chunk);
 bool conflicts(const Record& later, const Record& earlier, std::uint64_t chunk);
 
 // Whether the order of the two matters: one writes what the other reads or writes.
-bool share(const Record& a, const Record& b);
+bool share(const Record& a, const Record& b, std::uint64_t chunk);
 
 // One chunk in memory.
 struct ChunkView {

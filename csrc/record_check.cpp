@@ -162,12 +162,14 @@ bool conflicts(const Record& later, const Record& earlier, std::uint64_t chunk) 
     return false;
 }
 
-bool share(const Record& a, const Record& b) {
-    const auto meet_in_memory = [](const Record& x, const Record& y) {
-        return overlap(x.state, x.state ? 12 * x.elements : 0, y.state, y.state ? 12 * y.elements : 0) ||
-               overlap(x.out, x.out_size, y.out, y.out_size);
+bool share(const Record& a, const Record& b, std::uint64_t chunk) {
+    const auto meet_in_memory = [chunk](const Record& x, const Record& y) {
+        return overlap(x.state, x.state ? x.state_bytes(chunk) : 0, y.state,
+                       y.state ? y.state_bytes(chunk) : 0) ||
+               overlap(x.out, x.out_size, y.out, y.out_size) ||
+               overlap(x.params, x.params ? x.out_size : 0, y.params, y.params ? y.out_size : 0);
     };
-    return conflicts(a, b) || conflicts(b, a) || meet_in_memory(a, b);
+    return conflicts(a, b, chunk) || conflicts(b, a, chunk) || meet_in_memory(a, b);
 }
 
 }  // namespace tz

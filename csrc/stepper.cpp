@@ -92,7 +92,7 @@ std::shared_ptr<Ticket> Stepper::submit(Record record) {
     while (place != jobs_.begin()) {
         const auto before = std::prev(place);
         if (before->record.due <= one.back().record.due || before->next == before->record.chunks(chunk_) ||
-            share(before->record, one.back().record))
+            share(before->record, one.back().record, chunk_))
             break;
         place = before;
     }

@@ -1,6 +1,4 @@
-"""What comes next, what to keep and what to fetch: pure functions of one recorded step.
-
-Imports neither torch nor tierzero.
+"""What comes next, what to keep and what to fetch: pure functions of one recorded step, without torch or tierzero.
 
 Note [trace]
 The sequence of unit uses of one training step (forward, recomputation, backward, update) is recorded and expected
