@@ -126,7 +126,7 @@ class Engine:
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
         split: list[str] = []
         if self.store is not None:
-            self.updates.may_exceed = lambda: self.room.shadows
+            self.updates.may_exceed = lambda: self.streamed.stepper is not None and self.room.shadows
             self.states.make_room()
             if self.store.resumed is not None:
                 self.loop.run(self.store.verify())
