@@ -81,3 +81,19 @@ def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]
     names = [thread.name for thread in threading.enumerate()]
     assert len(os.listdir("/proc/self/task")) <= threads, f"threads are left: {names}"
     assert len(os.listdir("/proc/self/fd")) <= files, "open files are left"
+
+
+# where the modules keep their reference to the extension
+_HOMES = (
+    *("checksum", "engine", "planner", "records", "refit", "tiers.host", "tiers.nvme"),
+    *("optim.adamw", "optim.norms"),
+)
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as it is without its extension."""
+    import importlib
+
+    for name in _HOMES:
+        monkeypatch.setattr(importlib.import_module(f"tierzero.{name}"), "NATIVE", None)

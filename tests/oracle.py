@@ -34,7 +34,7 @@ def tiers_for(model: nn.Module, placement: str, directory: Path, units: Any = No
 
 
 class Plain:
-    """float32 masters under torch's fused AdamW, for a model in any dtype."""
+    """float32 masters under torch's fused AdamW (Adam with `decoupled` False), for a model in any dtype."""
 
     def __init__(self, model: nn.Module, groups: Groups | None = None, **hyper: Any) -> None:
         self.model = model
@@ -42,7 +42,8 @@ class Plain:
         self.masters = {param: param.detach().float().clone().requires_grad_() for param in self.params}
         chosen = [{"params": self.params}] if groups is None else groups(model)
         own = [{**group, "params": [self.masters[p] for p in group["params"] if p in self.masters]} for group in chosen]
-        self.optimizer = torch.optim.AdamW(own, fused=True, **{**HYPER, **hyper})
+        kind: Any = torch.optim.AdamW if hyper.pop("decoupled", True) else torch.optim.Adam
+        self.optimizer = kind(own, fused=True, **{**HYPER, **hyper})
 
     def take_grads(self) -> None:
         """Give the masters the model's gradients, cast to float32."""
@@ -190,7 +191,7 @@ def differences(run: Tiered, plain: Plain, *, grads: bool = False) -> list[str]:
         master = plain.masters.get(param)
         state = {} if master is None else plain.optimizer.state.get(master, {})
         own = run.optimizer.state.get(rest, {})
-        for part in ("exp_avg", "exp_avg_sq"):
+        for part in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             if master is None:
                 continue
             expected = state[part] if part in state else torch.zeros(param.shape)

@@ -37,18 +37,6 @@ from tierzero.tiers.faulty import Fault, FaultyFile
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
-# where the modules keep their reference to the extension
-_HOMES = ("checksum", "engine", "planner", "optim.norms", "tiers.host", "tiers.nvme")
-
-
-@pytest.fixture
-def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package as it is without its extension."""
-    import importlib
-
-    for name in _HOMES:
-        monkeypatch.setattr(importlib.import_module(f"tierzero.{name}"), "NATIVE", None)
-
 
 class Drive(FaultyFile):
     """A faulty drive that the native step still finds its file behind."""

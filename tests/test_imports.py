@@ -31,7 +31,7 @@ ROWS = [
         "drives",
         "cgroup",
     },
-    {"checksum", "lock", "manifest", "members", "tuning"},
+    {"checksum", "lock", "manifest", "members", "tuning", "state_format"},
     {
         "tiers.base",
         "directory",
@@ -47,9 +47,19 @@ ROWS = [
     },
     {"paged", "grads", "records", "generic", "share", "live", "pins", "states", "replaced"},
     {"unit", "partition", "placement"},
-    {"updates", "transfer", "homes", "model", "room"},
+    {"fit"},
+    {"updates", "transfer", "homes", "state_homes", "model", "room"},
     {"residency", "pager", "saved"},
-    {"hooks", "backward", "optim.norms", "optim.clip", "optim.overlap", "optim.streamed", "optim.resting"},
+    {
+        "hooks",
+        "backward",
+        "optim.norms",
+        "optim.clip",
+        "optim.overlap",
+        "optim.shadow",
+        "optim.streamed",
+        "optim.resting",
+    },
     {"optim.base", "optim.scaler", "optim.adamw"},
     {
         "optim.generic_recipe",
@@ -58,6 +68,7 @@ ROWS = [
         "optim.generic_load",
         "optim.generic",
     },
+    {"refit"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
     {"bench.scratch", "bench.fio"},
@@ -92,6 +103,8 @@ INSIDE = {
     "pager": {"residency"},
     "hooks": {"backward"},
     "optim.clip": {"optim.norms"},
+    "optim.streamed": {"optim.shadow"},
+    "homes": {"state_homes"},
     "optim.scaler": {"optim.base"},
     "optim.adamw": {"optim.base"},
     "optim.generic_trial": {"optim.generic_recipe"},
@@ -128,7 +141,7 @@ INSIDE = {
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {  # no torch
-    *("schedule", "layout", "extents", "errors", "sizes", "metrics"),
+    *("schedule", "layout", "extents", "errors", "sizes", "metrics", "state_format"),
     *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

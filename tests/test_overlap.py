@@ -295,7 +295,7 @@ def test_a_drive_without_room_for_two_versions(
         reserve(self, nbytes)
 
     monkeypatch.setattr(Store, "reserve", small)
-    model, plain = make(Net), Plain(make(Net))
+    model, plain = make(lambda: Net(6)), Plain(make(lambda: Net(6)))
     with (
         caplog.at_level(logging.WARNING, "tierzero"),
         tiered(model, tiers_for(model, "nvme", tmp_path), overlap="eager") as run,

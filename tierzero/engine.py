@@ -15,21 +15,22 @@ from torch import nn
 from tierzero.errors import ConfigError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
-from tierzero.layout import unit_layout
+from tierzero.layout import VERSION, unit_layout
 from tierzero.loop import LoopThread
 from tierzero.malloc import SMALLEST, map_from
 from tierzero.metrics import Metrics
 from tierzero.model import check_model, check_same_model, give_back, move_buffers
 from tierzero.native import NATIVE
-from tierzero.optim.streamed import StreamedStep
 from tierzero.pager import Pager
 from tierzero.partition import Part, Units, enclosing, partition
 from tierzero.placement import Placement, UnitSize, place
 from tierzero.records import HostRecord
+from tierzero.refit import States
 from tierzero.room import Room
+from tierzero.state_format import PLAIN, StateFormat
 from tierzero.store import Store
 from tierzero.tiers.config import Tiers
-from tierzero.tiers.host import Block, HostArena
+from tierzero.tiers.host import HostArena
 from tierzero.transfer import make_transfer
 from tierzero.tuning import engine_options, measured, numa_node
 from tierzero.unit import Unit, spec_of
@@ -62,6 +63,7 @@ class Engine:
         self.device = tiers.compute_device()
         self.metrics = Metrics()
         self.closed = False
+        self.room: Room  # with a store
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.more_backwards = False  # no_sync: the backward that goes on is not the step's last one
         sizes = unit_sizes(parts)
@@ -109,8 +111,9 @@ class Engine:
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
         self.homes = Homes(self.store, self.arena, self.metrics, placement.chunk)
-        self.streamed = self._streamed()
         self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
+        self.states = States(self, [unit.layout for unit in self.units])
+        self.streamed = self.states.streamed()
         self.updates = UpdateQueue(self.metrics, self.streamed.width)
         staging = [
             self.arena.allocate(placement.staging_block, "staging for fetches") for _ in range(placement.staging_blocks)
@@ -121,19 +124,18 @@ class Engine:
         transfer = make_transfer(self.device, self.metrics, staging)
         budget = self.metrics.device_budget - placement.grad_reserve
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
+        split: list[str] = []
         if self.store is not None:
-            held = {name: extent.nbytes for name, extent in self.store.current.items()}
-            need = sum(n for name, n in self.disk_records() if name not in held) + sum(held.values())
-            self.room = Room(self.store, self.units, self.streamed.width, self.disk_records())
-            self.updates.may_exceed = lambda: self.room.shadows
-            self.room.reserve(need + self.room.working, need)  # so that a full disk shows now
+            self.updates.may_exceed = lambda: self.streamed.stepper is not None and self.room.shadows
+            self.states.make_room()
             if self.store.resumed is not None:
                 self.loop.run(self.store.verify())
                 check_same_model(self.store.resumed.meta, self.describe())
+                split = self.states.take(self.store.resumed.meta["engine"]["state"])
         moved: list[Unit] = []
         try:
             for unit, part in zip(self.units, parts, strict=True):
-                self._move(unit, part)
+                self._move(unit, part, split)
                 moved.append(unit)
             for unit in self.units if self.store is not None and self.store.resumed is not None else []:
                 self.loop.run(self.homes.reopen_generic(unit))
@@ -145,34 +147,20 @@ class Engine:
             move_buffers(model, self.device)
         self.hooks = Hooks(model, self.units, self.pager)
 
-    def _move(self, unit: Unit, part: Part) -> None:
+    def _move(self, unit: Unit, part: Part, split: list[str]) -> None:
         """Take one unit's parameters out of the model and into the tiers; its memory is free afterwards."""
         unit.slots = part.slots
         unit.owner = self
         unit.master_edited = bool(self.store is not None and self.store.resumed is not None)
-        unit.state_host = self.placement.state_host[unit.uid]
+        unit.state_host = self.states.fit.state_host[unit.uid]
         self._place(unit)
         unit.build(part.params, self.device, partial(self.pager.settle, unit), partial(self.pager.at_rest, unit))
         if self.store is None or self.store.resumed is None:
             self.loop.run(self.homes.write_first(unit, part.params))
         else:
-            self.loop.run(self.homes.reopen(unit))
+            self.loop.run(self.homes.reopen(unit, unit.name in split))
         unit.register_rest()
         part.params.clear()
-
-    def _streamed(self) -> StreamedStep:
-        placement = self.placement
-        stepper = None
-        work: Block | None = None
-        if NATIVE is not None and placement.update_bytes:
-            buffers = self.arena.allocate(placement.update_bytes, "chunk buffers of the optimizer step")
-            if self.store is not None:
-                self.io.register(buffers.tensor)  # all that the step transfers goes through them
-            stepper = NATIVE.Stepper(self.io.native, buffers.tensor, placement.chunk)
-            self._undo.append(stepper.close)
-        elif placement.work_bytes:
-            work = self.arena.allocate(placement.work_bytes, "one state record for the optimizer step")
-        return StreamedStep(self.store, self.metrics, stepper, self.io, work)
 
     def reserve_for_snapshot(self) -> None:
         """Have the space that a snapshot and the steps after it need, so that a full disk shows before anything is
@@ -195,8 +183,8 @@ class Engine:
                     for region in ("param", "frozen")
                     if region in unit.layout.regions
                 ]
-            if not self.placement.state_host[index] and unit.layout.elements:
-                records.append((f"{unit.name}/state", unit.layout.state_bytes))
+            if not self.states.fit.state_host[index] and unit.layout.elements:
+                records.append((f"{unit.name}/state", self.states.fit.state_bytes[index]))
         return records
 
     def _place(self, unit: Unit) -> None:
@@ -212,8 +200,11 @@ class Engine:
     # -- optimizer state
     # -------------------------------------------------------------------------------------------------
 
-    def ensure_state(self) -> None:
-        """Create the state records that do not exist yet: master from the parameters, zero moments."""
+    def ensure_state(self, format: StateFormat = PLAIN) -> None:
+        """Create the state records that do not exist yet: master from the parameters, zero moments. TierzeroError if
+        others have another format, BudgetError if `format` does not fit.
+        """
+        self.states.use(format, [unit.host_flat is not None for unit in self.units])
         for unit in self.units:
             if unit.state is None and unit.layout.elements:
                 self.pager.settle(unit)  # another optimizer may be changing its masters
@@ -227,6 +218,7 @@ class Engine:
         """
         share = self.homes.share
         cached = [unit for unit in self.units if unit.host_flat is not None and self.store is not None]
+        cached = [unit for unit in cached if unit.state is None or unit.state.format.master != "split"]
         share.check(nbytes - share.work, what, sum(unit.host_flat.nbytes for unit in cached if unit.host_flat))
         while share.left < nbytes - share.work:
             self.pager.at_rest(cached[-1], self.homes.move_out(cached.pop()))
@@ -261,6 +253,7 @@ class Engine:
             and self.streamed.stepper is not None
             and unit.state is not None
             and unit.state.on_disk
+            and unit.state.format.master != "split"
             and not unit.master_edited
             and sum(unit in optimizer.members for optimizer in self.optimizers) == 1
         )
@@ -271,6 +264,7 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """What a snapshot must agree with to be opened under this model."""
         return {
+            "layout": VERSION,
             "chunk": self.placement.chunk,
             "units": [
                 [

@@ -9,35 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierzero.checksum import Sums, checksum, combine
-from tierzero.errors import BudgetError, StoreError
-from tierzero.extents import Extent
+from tierzero.errors import StoreError
 from tierzero.generic import GenericState, kept_from
-from tierzero.layout import STATE_BYTES
 from tierzero.manifest import Snapshot
-from tierzero.metrics import Metrics
 from tierzero.records import DiskRecord, HostRecord, StateRecord
-from tierzero.share import HostShare, LooseBlock
-from tierzero.store import Store
-from tierzero.tiers.host import Block, HostArena
+from tierzero.state_homes import StateHomes
 from tierzero.unit import Unit
 
 
-class Homes:
+class Homes(StateHomes):
     """Where the records of one model's units are made; all coroutines run on the engine's loop."""
-
-    def __init__(self, store: Store | None, arena: HostArena, metrics: Metrics, chunk: int) -> None:
-        self.store = store
-        self.arena = arena
-        self.share = HostShare(arena, metrics.host_budget)
-        self.metrics = metrics
-        self.chunk = chunk
-        self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 
     async def write_first(self, unit: Unit, params: list[nn.Parameter]) -> None:
         """Give the unit's records their first bytes, from real parameters; those of a meta model stay blank."""
@@ -66,85 +53,27 @@ class Homes:
                 self.metrics.add("nvme_written_expected", nbytes)
                 await self.store.put(record.name, data)  # type: ignore[union-attr]
 
-    async def create_state(self, unit: Unit) -> None:
-        layout, chunk = unit.layout, self.chunk
-        name = f"{unit.name}/state"
-        block = self._state_block(unit, layout.state_bytes)
-        if block is not None:
-            record = HostRecord(block.tensor[: layout.state_bytes])
-            record.data.zero_()
-            state = StateRecord(record, layout.elements, chunk)
-            for first in range(0, layout.elements, chunk):
-                await state.write(
-                    StateRecord.MASTER, first, await self._master(unit, first, min(first + chunk, layout.elements))
-                )
-            unit.state = state
-            return
-        assert self.store is not None
-        extent = self.store.allocate(layout.state_bytes, name)
-        try:
-            sums: Sums = (0, 0)
-            for first in range(0, layout.elements, chunk):
-                count = min(chunk, layout.elements - first)
-                data = torch.zeros(3 * count, dtype=torch.float32)
-                data[:count] = await self._master(unit, first, first + count)
-                raw = data.view(torch.uint8)
-                await self.store.file.write(extent.offset + STATE_BYTES * first, raw)
-                sums = combine(sums, checksum(raw, 3 * first))
-        except BaseException:
-            self.store.discard(extent)
-            raise
-        self.metrics.add("nvme_written_expected", layout.state_bytes)
-        self.store.publish(name, extent, sums)
-        unit.state = StateRecord(DiskRecord(self.store, name, layout.state_bytes, self.metrics), layout.elements, chunk)
-        old = unit.records.get("fp32")
-        if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
-            del unit.records["fp32"]
-            self.store.remove(old.name)
-
-    async def _master(self, unit: Unit, first: int, last: int) -> torch.Tensor:
-        """Elements [first, last) of the unit's parameters in float32, zero where there is none."""
-        out = torch.zeros(last - first, dtype=torch.float32)
-        generic = unit.generic
-        for index, place in enumerate(unit.layout.places):
-            lo, hi = max(first, place.elem), min(last, place.elem + place.spec.numel)
-            if place.elem < 0 or lo >= hi:
-                continue
-            if generic is not None and index in generic.kept and generic.kept[index].master is not None:
-                master = (await generic.read(generic.kept[index].master)).view(-1)
-                out[lo - first : hi - first] = master[lo - place.elem : hi - place.elem]
-                continue
-            part = torch.empty(hi - lo, dtype=unit.live[index].dtype)
-            await unit.read_region(
-                place.region, place.offset + (lo - place.elem) * place.spec.itemsize, part.view(torch.uint8)
-            )
-            out[lo - first : hi - first] = part
-        return out
-
-    async def reopen(self, unit: Unit) -> None:
-        """Take the unit's records from the snapshot to wherever they are placed now."""
+    async def reopen(self, unit: Unit, split: bool) -> None:
+        """Take the unit's records from the snapshot to wherever they are placed now. `split`: its master is."""
         store = self.store
         assert store is not None
-        layout = unit.layout
         name = f"{unit.name}/state"
+        gone = []
         if name in store.current:
-            on_disk = DiskRecord(store, name, layout.state_bytes, self.metrics)
-            unit.state = StateRecord(on_disk, layout.elements, self.chunk)
-            block = self._state_block(unit, layout.state_bytes)
-            if block is not None:
-                record = HostRecord(block.tensor[: layout.state_bytes])
-                await on_disk.read(0, record.data)
-                self._note(name, record)
-                unit.state = StateRecord(record, layout.elements, self.chunk)
-        for region in layout.regions:
+            assert self.format is not None
+            format = replace(self.format, master="split" if split else "f32")
+            on_disk = DiskRecord(store, name, format.record_bytes(unit.layout.elements, self.chunk), self.metrics)
+            high = DiskRecord(store, f"{unit.name}/param", unit.layout.region_bytes("param"), self.metrics)
+            unit.state = StateRecord(on_disk, unit.layout.elements, self.chunk, format, high if split else None)
+        for region in unit.layout.regions:
             stored = f"{unit.name}/{region}"
             host = unit.records.get(region)
             if stored in store.current:
-                record_on_disk = DiskRecord(store, stored, layout.region_bytes(region), self.metrics)
+                record_on_disk = DiskRecord(store, stored, unit.layout.region_bytes(region), self.metrics)
                 if isinstance(host, HostRecord):
                     await record_on_disk.read(0, host.data)
-                    self._note(stored, host)
-                    store.remove(stored)
+                    self.note(stored, host)
+                    gone.append(stored)
                 else:
                     unit.records[region] = record_on_disk
             elif region == "fp32" and unit.state is not None:
@@ -156,21 +85,12 @@ class Homes:
                     f"the snapshot in {store.directory} lacks the record {stored!r}; it was not written by a whole "
                     "commit"
                 )
-        if unit.state is not None and not unit.state.on_disk:
-            store.remove(name)
-
-    def _state_block(self, unit: Unit, nbytes: int) -> Block | LooseBlock | None:
-        """Host memory for optimizer state of the unit, or None for NVMe: what was meant for it may be taken by an
-        optimizer that was not known then.
-        """
-        if not unit.state_host:
-            return None
-        try:
-            return self.share.block(nbytes, f"optimizer state of unit {unit.name}")
-        except BudgetError:
-            if self.store is None:
-                raise
-            return None
+        if unit.state is not None:
+            unit.state = await self.resettle(unit, unit.state)
+            if not unit.state.on_disk:
+                gone.append(name)
+        for stored in gone:
+            store.remove(stored)
 
     # -- states of other optimizers; see generic.py
 
@@ -184,7 +104,7 @@ class Homes:
         before = old.record if old is not None else None
         if old is not None and isinstance(before, HostRecord) and before.nbytes == nbytes:
             return before, old.block
-        block = self._state_block(unit, nbytes)
+        block = self.state_block(unit, nbytes)
         if block is not None:
             record = HostRecord(block.tensor[:nbytes])
             record.version = before.version if isinstance(before, HostRecord) else 0
@@ -240,14 +160,9 @@ class Homes:
         if isinstance(record, HostRecord):
             on_disk = DiskRecord(self.store, f"{unit.name}/optim", record.nbytes, self.metrics)
             await on_disk.read(0, record.data)
-            self._note(on_disk.name, record)
+            self.note(on_disk.name, record)
             self.store.remove(on_disk.name)
         unit.generic = GenericState(record, block, kept_from(described))
-
-    def _note(self, name: str, record: HostRecord) -> None:
-        """The host record now equals the record `name` of the snapshot that was opened."""
-        assert self.store is not None
-        self._saved[name] = (record.version, self.store.current[name])
 
     def host_bytes(self, units: list[Unit], *, changed: bool = False) -> int:
         """Bytes of the records that lie in host memory; with `changed`, of those that `flush_host` would write."""

@@ -11,7 +11,8 @@ region, a 16-bit one at 2*(elem - low_first) in the param region, and gradients 
 range of state elements is a contiguous range of parameter bytes, which is what lets a streamed chunk of state produce
 its slice of the parameters.
 
-The state record holds [master C][exp_avg C][exp_avg_sq C] per chunk of C elements. A float32 parameter *is* its master:
+The state record holds [master C][exp_avg C][exp_avg_sq C] per chunk of C elements, in float32 unless the optimizer
+asked for another format (state_format.py). A float32 parameter *is* its master:
 once there is a state record the fp32 region is read from the master parts of its chunks and has no bytes of its own on
 disk.
 """
@@ -22,12 +23,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PAGE = 4096
-PARAM_ALIGN = 128  # elements: 256-byte offsets for 16-bit parameters, 512 for float32
+VERSION = 2  # of the layout, as snapshots know it
+PARAM_ALIGN = 256  # elements: the blocks of 8-bit moments; 512-byte offsets for 16-bit parameters, 1024 for float32
 STATE_ALIGN = 1024  # elements: every float32 part of every chunk is a whole number of pages
 CHUNK_ALIGN = 2048  # elements: the 16-bit copy of a chunk is a whole number of pages too
 CHUNK_MAX = 256 * 1024  # elements: 3 MiB of state per request
-STATE_BYTES = 12  # master, exp_avg, exp_avg_sq in float32
-SLOT_BYTES = 14  # one element of a chunk buffer: its state and a 16-bit parameter copy
+STATE_BYTES = 12  # master, exp_avg, exp_avg_sq in float32: what placement counts with, see fit.py for other formats
+SLOT_BYTES = 14  # one element of a chunk buffer: such a state and a 16-bit parameter copy
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -85,6 +87,7 @@ class UnitLayout:
 
     @property
     def state_bytes(self) -> int:
+        """Of a state record in float32 without amsgrad."""
         return self.elements * STATE_BYTES
 
     def region_bytes(self, region: str) -> int:
@@ -163,13 +166,16 @@ class StatePiece:
     count: int
 
 
-def state_pieces(elements: int, chunk: int, part: int, first: int, last: int) -> Iterator[StatePiece]:
-    """The runs that hold elements [first, last) of `part` (0 master, 1 exp_avg, 2 exp_avg_sq) of a state record of
-    `elements`.
+def state_pieces(
+    elements: int, chunk: int, part: int, first: int, last: int, chunk_bytes: int | None = None
+) -> Iterator[StatePiece]:
+    """The runs that hold elements [first, last) of `part` (0 master, 1 exp_avg, 2 exp_avg_sq, 3 max_exp_avg_sq) of a
+    state record of `elements`. `chunk_bytes`: of a whole chunk.
     """
+    chunk_bytes = STATE_BYTES * chunk if chunk_bytes is None else chunk_bytes
     while first < last:
         start = first // chunk * chunk
         size = min(chunk, elements - start)
         end = min(last, start + size)
-        yield StatePiece(STATE_BYTES * start + 4 * (part * size + first - start), first, end - first)
+        yield StatePiece(start // chunk * chunk_bytes + 4 * (part * size + first - start), first, end - first)
         first = end

@@ -40,6 +40,11 @@ def check_model(model: nn.Module, parts: list[Part]) -> None:
 def check_same_model(meta: dict[str, Any], now: dict[str, Any]) -> None:
     """StoreError unless the snapshot with `meta` was written by a model that describes itself as `now`."""
     then = meta.get("engine", {})
+    if then.get("layout") != now["layout"]:
+        raise StoreError(
+            "the snapshot was written by another version of tierzero, which laid the records out in another way: "
+            "resume with that version, export the parameters there and start from them"
+        )
     if then.get("units") == now["units"] and then.get("chunk") == now["chunk"]:
         return
     before = {name: spec for _, specs in then.get("units", []) for name, *spec in specs}

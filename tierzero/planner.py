@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from tierzero.endurance import steps_left
 from tierzero.engine import unit_sizes
+from tierzero.fit import fit
+from tierzero.layout import CHUNK_MAX, UnitLayout
 from tierzero.native import NATIVE
 from tierzero.partition import Units, partition
 from tierzero.placement import UnitSize, place
 from tierzero.schedule import Trace, choose_victims
 from tierzero.sizes import format_size
 from tierzero.space import room_for
+from tierzero.state_format import StateFormat, choose_format
 from tierzero.tiers.config import Tiers
 from tierzero.tuning import measured, weights_of
 
@@ -78,11 +83,20 @@ class Plan:
         return rows
 
 
-def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshots: bool = True) -> Plan:
+def plan(
+    model: nn.Module,
+    tiers: Tiers,
+    *,
+    units: Units | None = None,
+    snapshots: bool = True,
+    state_dtype: Any = torch.float32,
+    master: str = "float32",
+    amsgrad: bool = False,
+) -> Plan:
     """What offloading `model` (real or on the meta device) would take, without allocating anything.
 
-    `snapshots`: count the space that a pinned snapshot needs on NVMe. Raises BudgetError naming the smallest budget
-    that works.
+    `snapshots`: count the space that a pinned snapshot needs on NVMe. `state_dtype`, `master` and `amsgrad` are those
+    of the optimizer. Raises BudgetError naming the smallest budget that works.
     """
     tiers.check()
     sizes = unit_sizes(partition(model, units))
@@ -93,10 +107,10 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
     layouts = [unit.layout for unit in sizes]
     trainable = sum(spec.numel for spec in specs if spec.trainable)
     param_host = sum(layout.flat_bytes for layout, there in zip(layouts, placement.param_host, strict=True) if there)
-    state_nvme = sum(
-        layout.state_bytes for layout, there in zip(layouts, placement.state_host, strict=True) if not there
-    )
-    state_host = sum(layout.state_bytes for layout, there in zip(layouts, placement.state_host, strict=True) if there)
+    wanted = choose_format(state_dtype, master, amsgrad, native=NATIVE is not None)
+    fitted = fit(wanted, layouts, placement, placement.param_host, host, nvme=bool(directories))
+    state_host = sum(size for size, there in zip(fitted.state_bytes, fitted.state_host, strict=True) if there)
+    state_nvme = sum(fitted.state_bytes) - state_host
     copies = sum(
         layout.region_bytes("param") for layout, there in zip(layouts, placement.param_host, strict=True) if not there
     )
@@ -109,7 +123,9 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
     fetches = fetches_per_step(sizes, device - placement.grad_reserve, tiers.depth())
     fetched = [count * layout.flat_bytes for count, layout in zip(fetches, layouts, strict=True)]
     changing = state_nvme + copies
-    largest = max((layout.state_bytes + layout.flat_bytes for layout in layouts), default=0)
+    largest = max(
+        (size + layout.flat_bytes for size, layout in zip(fitted.state_bytes, layouts, strict=True)), default=0
+    )
     nvme = nvme_min = 0
     if directories:
         held = changing + frozen
@@ -126,16 +142,16 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
         units=len(sizes),
         param_bytes=sum(spec.nbytes for spec in specs),
         grad_bytes=grads,
-        state_bytes=12 * trainable,
+        state_bytes=round(sum(_per_element(*each) for each in zip(fitted.formats, layouts, strict=True))),
         param_host=param_host,
         param_nvme=copies + frozen,  # float32 parameters on NVMe are their masters and have no bytes of their own
         state_host=state_host,
         state_nvme=state_nvme,
-        buffer_bytes=placement.host_needed - grads - param_host - state_host,
+        buffer_bytes=fitted.host_needed - grads - param_host - state_host,
         device_budget=device,
         device_needed=placement.device_min,
         host_budget=host,
-        host_needed=placement.host_needed,
+        host_needed=fitted.host_needed,
         host_min=placement.host_min,
         nvme_bytes=nvme,
         nvme_min=nvme_min,
@@ -149,6 +165,12 @@ def plan(model: nn.Module, tiers: Tiers, *, units: Units | None = None, snapshot
         native=NATIVE is not None,
         steps_to_tbw=steps_left(tiers.rated_bytes(), changing) if directories else None,
     )
+
+
+def _per_element(format: StateFormat, layout: UnitLayout) -> float:
+    """Bytes of the states of a unit's parameters, without what fills chunks up."""
+    trained = sum(place.spec.numel for place in layout.places if place.elem >= 0)
+    return trained * format.record_bytes(CHUNK_MAX, CHUNK_MAX) / CHUNK_MAX
 
 
 def fetches_per_step(units: list[UnitSize], budget: int, depth: int | None) -> list[int]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Protocol
 
 import torch
 
-from tierzero.layout import state_pieces
+from tierzero.errors import TierzeroError
+from tierzero.layout import StatePiece, state_pieces
 from tierzero.metrics import Metrics
+from tierzero.native import NATIVE
+from tierzero.state_format import PLAIN, StateFormat
 from tierzero.store import Store
 
 
@@ -64,14 +70,28 @@ class DiskRecord:
 
 
 class StateRecord:
-    """master, exp_avg and exp_avg_sq of one unit, chunked as layout's Note [unit layout] says, over a Record."""
+    """master, exp_avg, exp_avg_sq and perhaps max_exp_avg_sq of one unit, chunked as layout's Note [unit layout] says,
+    over a Record. All are float32 to the caller; what the format keeps in fewer bits is rounded to nearest.
 
-    MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
+    `params`: with a split master the record of the unit's bfloat16 parameters, which is written with it.
+    """
 
-    def __init__(self, record: HostRecord | DiskRecord, elements: int, chunk: int) -> None:
+    MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ = 0, 1, 2, 3
+
+    def __init__(
+        self,
+        record: HostRecord | DiskRecord,
+        elements: int,
+        chunk: int,
+        format: StateFormat = PLAIN,
+        params: HostRecord | DiskRecord | None = None,
+    ) -> None:
         self.record = record
         self.elements = elements
         self.chunk = chunk
+        self.format = format
+        self.params = params
+        self._turn = asyncio.Lock()  # of whoever changes part of a chunk
 
     @property
     def on_disk(self) -> bool:
@@ -79,14 +99,85 @@ class StateRecord:
 
     async def read(self, part: int, first: int, out: torch.Tensor) -> None:
         """Fill `out` (float32[n]) with elements [first, first + n) of `part`."""
+        if not self._apart(part):
+            for start, last in self._chunks(first, first + out.numel()):
+                low = max(first, start)
+                out[low - first : last - first].copy_((await self.planes(start))[part][low - start : last - start])
+            return
         data = out.view(torch.uint8)
-        for piece in state_pieces(self.elements, self.chunk, part, first, first + out.numel()):
+        for piece in self.pieces(part, first, first + out.numel()):
             at = 4 * (piece.elem - first)
             await self.record.read(piece.offset, data[at : at + 4 * piece.count])
 
     async def write(self, part: int, first: int, data: torch.Tensor) -> None:
         """Write `data` (float32[n]) to elements [first, first + n) of `part`."""
+        if not self._apart(part):
+            async with self._turn:
+                for start, last in self._chunks(first, first + data.numel()):
+                    await self._change(part, start, max(first, start), data[max(first, start) - first : last - first])
+            return
         raw = data.contiguous().view(torch.uint8)
-        for piece in state_pieces(self.elements, self.chunk, part, first, first + data.numel()):
+        for piece in self.pieces(part, first, first + data.numel()):
             at = 4 * (piece.elem - first)
             await self.record.write(piece.offset, raw[at : at + 4 * piece.count])
+
+    async def _change(self, part: int, start: int, first: int, data: torch.Tensor) -> None:
+        """Write `data` from element `first` on, all of it in the chunk that begins with element `start`."""
+        planes = await self.planes(start)
+        planes[part][first - start : first - start + data.numel()].copy_(data)
+        raw, params = pack(self.format, self.chunk, planes)
+        await self.record.write(self._offset(start), raw)
+        if self.params is not None and params is not None:
+            await self.params.write(2 * start, params.view(torch.uint8))
+
+    async def planes(self, start: int) -> list[torch.Tensor]:
+        """All parts of the chunk that begins with element `start`."""
+        count = min(self.chunk, self.elements - start)
+        raw = torch.empty(self.format.chunk_bytes(count), dtype=torch.uint8)
+        await self.record.read(self._offset(start), raw)
+        if self.format.plain:
+            return list(raw.view(torch.float32).view(self.format.parts, count))
+        params = None
+        if self.params is not None:
+            params = torch.empty(count, dtype=torch.bfloat16)
+            await self.params.read(2 * start, params.view(torch.uint8))
+        planes = [torch.empty(count) for _ in range(self.format.parts)]
+        largest = planes[3] if self.format.amsgrad else None
+        _native().unpack_state(self.format.native, self.chunk, raw, *planes[:3], largest, params)
+        return planes
+
+    def _apart(self, part: int) -> bool:
+        """Whether `part` of a chunk is a run of float32 values."""
+        return self.format.plain or (part == self.MASTER and self.format.master == "f32")
+
+    def _offset(self, start: int) -> int:
+        return start // self.chunk * self.format.chunk_bytes(self.chunk)
+
+    def pieces(self, part: int, first: int, last: int) -> Iterator[StatePiece]:
+        """The runs that hold elements [first, last) of a part that is float32 in its chunks."""
+        return state_pieces(self.elements, self.chunk, part, first, last, self.format.chunk_bytes(self.chunk))
+
+    def _chunks(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """(first element of the chunk, end of what is wanted of it) for elements [first, last)."""
+        for start in range(first // self.chunk * self.chunk, last, self.chunk):
+            yield start, min(last, start + self.chunk)
+
+
+def pack(format: StateFormat, chunk: int, planes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One chunk's bytes from its float32 parts, and with a split master the bfloat16 parameters that go with them."""
+    if format.plain:
+        return torch.cat(planes).view(torch.uint8), None
+    count = planes[0].numel()
+    raw = torch.empty(format.chunk_bytes(count), dtype=torch.uint8)
+    params = torch.empty(count, dtype=torch.bfloat16) if format.master == "split" else None
+    _native().pack_state(format.native, chunk, raw, *planes[:3], planes[3] if format.amsgrad else None, params)
+    return raw, params
+
+
+def _native() -> ModuleType:
+    if NATIVE is None:
+        raise TierzeroError(
+            "optimizer states with other dtypes than float32 need the native extension, which is not there: install a "
+            "compiler and build it"
+        )
+    return NATIVE

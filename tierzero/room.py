@@ -6,18 +6,19 @@ import errno
 import logging
 
 from tierzero.store import Store
-from tierzero.unit import Unit
 
 log = logging.getLogger("tierzero")
 
 
 class Room:
-    """`width` updates are on their way at a time; `records`: (name, bytes) of all records in the store. Bytes."""
+    """`working`: what the updates on their way write at most; `records`: (name, bytes) of all records in the store.
+    Bytes.
+    """
 
-    def __init__(self, store: Store, units: list[Unit], width: int, records: list[tuple[str, int]]) -> None:
+    def __init__(self, store: Store, working: int, records: list[tuple[str, int]]) -> None:
         self.store = store
+        self.working = working
         self.shadows = True  # there is room for a second version of every record that a step changes
-        self.working = width * max((unit.layout.state_bytes + unit.layout.flat_bytes for unit in units), default=0)
         self.changing = sum(nbytes for name, nbytes in records if name.endswith(("/state", "/param")))
 
     def reserve(self, least: int, held: int) -> None:

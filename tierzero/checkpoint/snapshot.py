@@ -57,6 +57,7 @@ def commit(engine: Engine, optimizer: Optimizers, name: str, meta: dict[str, Any
     engine.reserve_for_snapshot()
     own = {
         **engine.describe(),
+        "state": engine.states.describe(),
         "steps": {unit.name: unit.steps for unit in engine.units},
         "generic": {unit.name: unit.generic.describe() for unit in engine.units if unit.generic is not None},
         "groups": [

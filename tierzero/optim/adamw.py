@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tierzero.errors import TierzeroError
+from tierzero.native import NATIVE
 from tierzero.optim.base import TieredOptimizer, first_bad, home_of
 from tierzero.optim.norms import begin_norms, without_grad
 from tierzero.optim.overlap import Mode, Overlap
 from tierzero.optim.resting import Resting
 from tierzero.optim.streamed import Hyper, UnitUpdate
 from tierzero.records import StateRecord
+from tierzero.state_format import StateFormat, choose_format
 from tierzero.unit import Unit
 from tierzero.updates import Guess, Update
 
-_WRAP = "use tierzero.wrap_optimizer(torch.optim.AdamW, params, ...), which is slower"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _REFUSED = {
-    "amsgrad": _WRAP,
-    "maximize": _WRAP,
     "capturable": "a step that reads and writes tiers cannot be part of a CUDA graph",
     "differentiable": "nothing can be differentiated through a step whose tensors are paged out",
 }
@@ -28,17 +29,24 @@ _REFUSED = {
 
 class AdamW(TieredOptimizer):
     """Decoupled weight decay Adam (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), bit-equal to
-    torch.optim.AdamW(fused=True) on float32 masters.
+    torch.optim.AdamW(fused=True) on float32 masters; with `decoupled` False plain Adam, bit-equal to torch.optim.Adam.
 
     `step()` queues the updates and returns; each unit's next use waits for its own. Master (for 16-bit parameters),
-    exp_avg and exp_avg_sq are float32 and stream through the tiers. A step with a gradient that is infinite or NaN is
-    skipped whole and logged; after `max_skipped_steps` in a row NonFiniteGradientError is raised.
+    exp_avg and exp_avg_sq stream through the tiers, in float32 unless told otherwise. A step with a gradient that is
+    infinite or NaN is skipped whole and logged; after `max_skipped_steps` in a row NonFiniteGradientError is raised.
 
     `overlap`: "eager" begins updates while backward still goes on and publishes them in `step()` if they turned out
     right, else does them again; "deferred" begins them in `step()`; "auto" chooses from how the last steps went. The
     results are the same to the last bit.
 
     `params`: parameters of an offloaded model, or groups of them. Frozen ones may be among them.
+
+    `state_dtype`: of the moments, torch.float32, torch.bfloat16 (rounded stochastically) or "8bit" (with a scale for
+    every 256 elements); what is rounded depends on `seed`, the parameter's name, the step and the element alone.
+    `master`: "float32", or "split" for bfloat16 parameters cached in host memory: they are then the high half of their
+    masters and NVMe holds the low one, nothing is lost and 10 bytes per parameter move instead of 12. Other parameters
+    keep float32 masters. All optimizers of a model have the same `state_dtype`, `master` and `amsgrad`.
+
     `foreach` and `fused` choose nothing here, where steps are always those of torch's fused kernel; they go into state
     dicts, for torch.optim.AdamW. The other options of that class are refused when they are on.
     """
@@ -53,6 +61,10 @@ class AdamW(TieredOptimizer):
         *,
         amsgrad: bool = False,
         maximize: bool = False,
+        decoupled: bool = True,
+        state_dtype: torch.dtype | str = torch.float32,
+        master: str = "float32",
+        seed: int = 0,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
@@ -61,24 +73,32 @@ class AdamW(TieredOptimizer):
         overlap: Mode = "auto",
     ) -> None:
         self.overlap = Overlap(overlap)
+        self.format = choose_format(state_dtype, master, amsgrad, native=NATIVE is not None)
         self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}  # this optimizer's parameters by unit
         self.max_skipped_steps = max_skipped_steps
-        theirs = {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
-        theirs |= {"differentiable": differentiable, "fused": fused}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **theirs})
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
+        defaults |= {"maximize": maximize, "decoupled_weight_decay": decoupled, "seed": seed}
+        defaults |= {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; state records are created for the units that hold them."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            _check_group(group, self.format)
             places = [self._place(param, index) for index, param in enumerate(group["params"])]
+            for unit in dict.fromkeys(unit for unit, _ in places):
+                unit.owner.ensure_state(self.format)
         except BaseException:
             self.param_groups.pop()
             raise
-        for unit in dict.fromkeys(unit for unit, _ in places):
-            unit.owner.ensure_state()
         for param, (unit, index) in zip(group["params"], places, strict=True):
             if unit.layout.places[index].elem >= 0:
                 self.state[param] = _state(unit, index)
@@ -93,7 +113,7 @@ class AdamW(TieredOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            _check_group(group)
+            _check_group(group, self.format)
         work = self.work()
         owners = self._owners(work)
         for owner in owners:
@@ -140,7 +160,10 @@ class AdamW(TieredOptimizer):
     def _settings(self) -> list[tuple[float, ...]]:
         """The hyper-parameters of each group."""
         return [
-            (float(g["lr"]), *(float(beta) for beta in g["betas"]), float(g["eps"]), float(g["weight_decay"]))
+            (
+                *(float(value) for value in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])),
+                *(bool(g["maximize"]), bool(g["decoupled_weight_decay"]), int(g["seed"])),
+            )
             for g in self.param_groups
         ]
 
@@ -156,6 +179,9 @@ class AdamW(TieredOptimizer):
                 float(group["weight_decay"]),
                 unit.steps[index] + 1,
                 unit.coef[index] * unit.unscaled[index],
+                bool(group["maximize"]),
+                bool(group["decoupled_weight_decay"]),
+                0 if self.format.moments == "f32" else _noise(group["seed"], unit, index),
             )
         return hypers
 
@@ -185,12 +211,14 @@ class AdamW(TieredOptimizer):
                 "the state dict has other parameter groups than this optimizer: build it over the same parameters in "
                 "the same groups"
             )
+        if any(bool(group.get("amsgrad", False)) != self.format.amsgrad for group in groups):
+            raise ValueError("the state dict has another amsgrad= than this optimizer: build it with the same one")
         merged = [
             {key: other.get(key, value) for key, value in group.items() if key != "params"}
             for group, other in zip(self.param_groups, groups, strict=True)
         ]
         for values in merged:
-            _check_group(values)
+            _check_group(values, self.format)
         for group, values, other in zip(self.param_groups, merged, groups, strict=True):
             group.update(values)
             for param, key in zip(group["params"], other["params"], strict=True):
@@ -200,8 +228,8 @@ class AdamW(TieredOptimizer):
                 if values is None:  # it was never stepped there
                     values = {"step": 0}
                     if self.state[param]["step"] != 0:
-                        values |= {name: torch.zeros(param.shape) for name in ("exp_avg", "exp_avg_sq")}
-                for name in ("exp_avg", "exp_avg_sq", "master"):
+                        values |= {name: torch.zeros(param.shape) for name in _MOMENTS}
+                for name in (*_MOMENTS, "master"):
                     if name in values and name in self.state[param]:
                         self.state[param][name].copy_(values[name])
                 step = int(values["step"])
@@ -244,6 +272,8 @@ class StateSource:
 def _state(unit: Unit, index: int) -> dict[str, Any]:
     shape = unit.layout.places[index].spec.shape
     parts = {"exp_avg": StateRecord.EXP_AVG, "exp_avg_sq": StateRecord.EXP_AVG_SQ}
+    if unit.state is not None and unit.state.format.amsgrad:
+        parts["max_exp_avg_sq"] = StateRecord.MAX_EXP_AVG_SQ
     if unit.layout.places[index].region == "param":
         parts["master"] = StateRecord.MASTER
     state: dict[str, Any] = {"step": torch.tensor(float(unit.steps[index]))}
@@ -252,7 +282,13 @@ def _state(unit: Unit, index: int) -> dict[str, Any]:
     return state
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _noise(seed: int, unit: Unit, index: int) -> int:
+    """64 bits for the next step of one parameter."""
+    what = f"{seed} {unit.steps[index] + 1} {unit.names[index]}"
+    return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
+
+
+def _check_group(group: dict[str, Any], format: StateFormat) -> None:
     lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
         if not value >= 0:
@@ -260,6 +296,8 @@ def _check_group(group: dict[str, Any]) -> None:
     for beta in group["betas"]:
         if not 0 <= float(beta) < 1:
             raise ValueError(f"betas must lie in [0, 1), got {tuple(group['betas'])}")
+    if bool(group["amsgrad"]) != format.amsgrad:
+        raise ValueError("amsgrad= is one for all groups, it decides what state records hold: give it to AdamW()")
     for name, instead in _REFUSED.items():
         if group.get(name):
             raise TierzeroError(f"{name}=True is not supported by tierzero.AdamW; {instead}")

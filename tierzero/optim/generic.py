@@ -42,6 +42,15 @@ def wrap_optimizer(
     return WrappedOptimizer(cls, params, hyper, max_skipped_steps)
 
 
+def check_alone(owners: set[Any]) -> None:
+    """TierzeroError for models whose masters are split: nobody else can write those."""
+    if any(owner.homes.format is not None and owner.homes.format.master == "split" for owner in owners):
+        raise TierzeroError(
+            'the masters of this model are split (tierzero.AdamW(master="split")), which only tierzero.AdamW can step: '
+            'use master="float32" beside wrapped optimizers'
+        )
+
+
 class WrappedOptimizer(TieredOptimizer):
     """What wrap_optimizer returns. `state` is read from the tiers whenever it is asked for."""
 
@@ -105,6 +114,7 @@ class WrappedOptimizer(TieredOptimizer):
             names = group.get("param_names", [None] * len(group["params"]))
             places = [self._place(param, index) for index, param in enumerate(group["params"])]
             self._check_kept(places)
+            check_alone({unit.owner for unit, _ in places})
         except BaseException:
             if self._grown:
                 self._shadows, self._recipe, self._inner = before

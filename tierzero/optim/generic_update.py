@@ -20,7 +20,6 @@ from torch import nn
 
 from tierzero.generic import GenericState, Kept, drafts_of, fill, in_place, lay_out
 from tierzero.homes import Homes
-from tierzero.layout import state_pieces
 from tierzero.malloc import trim
 from tierzero.optim.generic_recipe import Named, Recipe, Values
 from tierzero.records import DiskRecord, HostRecord, StateRecord
@@ -32,7 +31,7 @@ def work_bytes(unit: Unit, record: int) -> int:
     """Working memory of one update of `unit` with a generic record of `record` bytes. See Note [one unit at a time]."""
     layout = unit.layout
     params = sum(one.nbytes for name, one in unit.records.items() if name != "frozen")
-    return 8 * layout.elements + record + params + (layout.state_bytes if unit.state is not None else 0)
+    return 8 * layout.elements + record + params + (unit.state.record.nbytes if unit.state is not None else 0)
 
 
 @dataclass
@@ -107,7 +106,7 @@ class GenericUpdate:
             return None, state
         raw = aligned_empty(state.record.nbytes)
         await state.record.read(0, raw)
-        return raw, StateRecord(HostRecord(raw), state.elements, state.chunk)
+        return raw, StateRecord(HostRecord(raw), state.elements, state.chunk, state.format)
 
     async def _master(self, index: int, state: StateRecord | None, draft: Kept | None) -> torch.Tensor:
         place = self.unit.layout.places[index]
@@ -175,7 +174,7 @@ class GenericUpdate:
         for index, master in masters.items():
             first, flat = self.unit.layout.places[index].elem, master.reshape(-1)
             last = first + flat.numel()
-            for piece in state_pieces(state.elements, state.chunk, StateRecord.MASTER, first, last):
+            for piece in state.pieces(StateRecord.MASTER, first, last):
                 target = raw[piece.offset : piece.offset + 4 * piece.count].view(torch.float32)
                 target.copy_(flat[piece.elem - first : piece.elem - first + piece.count])
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from tierzero.extents import Extent
-from tierzero.layout import Place, state_pieces
+from tierzero.layout import Place
 from tierzero.metrics import Metrics
+from tierzero.optim.shadow import Shadows
 from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.store import Store
 from tierzero.tiers.host import Block
@@ -37,27 +38,31 @@ class Hyper:
     weight_decay: float
     step: int
     coef: float
+    maximize: bool = False
+    decoupled: bool = True  # AdamW's weight decay, else Adam's
+    noise: int = 0  # what the rounding of moments that are not float32 draws from, 64 bits
 
     def scalars(self) -> tuple[float, ...]:
-        """(decay, w1, beta2, w2, eps, step size, sqrt(bias correction 2), coef), as torch's fused AdamW forms them in
-        double.
+        """(decay, w1, beta2, w2, eps, step size, sqrt(bias correction 2), coef, l2), as torch's fused kernels form them
+        in double.
         """
         correction1 = 1 - self.beta1**self.step
         correction2 = 1 - self.beta2**self.step
         return (
-            1 - self.lr * self.weight_decay,
+            1 - self.lr * self.weight_decay if self.decoupled else 1.0,
             1 - self.beta1,
             self.beta2,
             1 - self.beta2,
             self.eps,
             self.lr / correction1,
             math.sqrt(correction2),
-            self.coef,
+            -self.coef if self.maximize else self.coef,
+            0.0 if self.decoupled else self.weight_decay,
         )
 
 
 WIDTH = 3  # updates on their way at once, so that the drive never waits for the next one
-IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0)  # scalars of a parameter without a gradient: not used
+IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)  # scalars of a parameter without a gradient: not used
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,15 @@ class StreamedStep:
     Python one.
     """
 
-    def __init__(self, store: Store | None, metrics: Metrics, stepper: Any, io: Any, work: Block | None) -> None:
+    def __init__(
+        self, store: Store | None, metrics: Metrics, stepper: Any, io: Any, work: Block | None, shadows: Shadows
+    ) -> None:
         self.store = store
         self.metrics = metrics
         self.stepper = stepper
         self.io = io
         self.work = work
+        self.shadows = shadows
 
     @property
     def width(self) -> int:
@@ -128,10 +136,12 @@ class StreamedStep:
                 extents.append(new_state := self._room(state.record))
             if isinstance(param, DiskRecord):
                 extents.append(new_param := self._room(param))
-            if self.stepper is not None:
-                state_sum, param_sum = await self._native(unit, hypers, new_state, new_param, due)
-            else:
+            if self.stepper is None:
                 state_sum, param_sum = await self._python(unit, hypers, new_state, new_param)
+            elif state.format.master == "split":
+                state_sum, param_sum = await self._split(unit, hypers, new_state, due)
+            else:
+                state_sum, param_sum = await self._native(unit, hypers, new_state, new_param, due)
         except BaseException:
             for extent in extents:
                 assert self.store is not None
@@ -164,8 +174,22 @@ class StreamedStep:
 
     # -- native --------------------------------------------------------------------------------------------------------
 
+    async def _split(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, due: int) -> tuple[Any, Any]:
+        """With the high halves of the masters in the parameters; see state_format's Note [split masters]."""
+        record = unit.records["param"]
+        assert isinstance(record, HostRecord)
+        if new_state is None:  # nothing can fail on the way
+            return await self._native(unit, hypers, None, None, due, out=record.data)
+        async with self.shadows.take(record.nbytes) as shadow:
+            sums = await self._native(unit, hypers, new_state, None, due, out=shadow, params=record.data)
+            for place in unit.layout.places:
+                if place.elem >= 0:
+                    part = slice(place.offset, place.offset + place.spec.nbytes)
+                    record.data[part].copy_(shadow[part])
+        return sums
+
     async def _native(
-        self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any, due: int
+        self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any, due: int, **where: Any
     ) -> tuple[Any, Any]:
         state, param = unit.state, unit.records.get("param")
         assert state is not None
@@ -178,22 +202,23 @@ class StreamedStep:
             out = self._out_offset(unit, place)
             grad = place.grad if hyper is not None else -1
             scalars = hyper.scalars() if hyper is not None else IDLE
-            segments.append((place.elem, place.spec.numel, grad, place.spec.dtype, out, place.spec.dtype, *scalars))
-        where: dict[str, Any] = {}
+            noise = hyper.noise if hyper is not None else 0
+            dtype = place.spec.dtype
+            segments.append((place.elem, place.spec.numel, grad, dtype, out, dtype, *scalars, noise, 0))
         if new_state is not None:
             self.metrics.add("nvme_read_expected", state.record.nbytes)
             file = self.store.file.native  # type: ignore[union-attr]
             where["src"] = (file, self.store.current[state.record.name].offset)  # type: ignore[union-attr]
             where["dst"] = (file, new_state.offset)
         else:
-            where["state"] = state.record.data.view(torch.float32)  # type: ignore[union-attr]
+            where["state"] = state.record.data  # type: ignore[union-attr]
         if new_param is not None:
             where["out_file"] = (self.store.file.native, new_param.offset, param.nbytes)  # type: ignore[union-attr]
-        elif unit.host_flat is not None:
+        elif unit.host_flat is not None and "out" not in where:
             where["out"] = unit.host_flat.tensor[: unit.layout.flat_bytes]
         grads = unit.grad_block.tensor[: unit.layout.grad_bytes]
-        first = unit.layout.low_first if new_param is not None else 0
-        ticket = self.stepper.submit(state.elements, segments, grads, out_first=first, due=due, **where)
+        where["out_first"] = unit.layout.low_first if new_param is not None else 0
+        ticket = self.stepper.submit(state.elements, segments, grads, format=state.format.native, due=due, **where)
         sums: tuple[Any, Any] = await self.io.wait(ticket)
         return sums
 
@@ -214,7 +239,7 @@ class StreamedStep:
         assert state is not None
         if new_state is not None:
             assert self.work is not None
-            raw = self.work.tensor[: unit.layout.state_bytes]
+            raw = self.work.tensor[: state.record.nbytes]
             await state.record.read(0, raw)
         else:
             raw = state.record.data  # type: ignore[union-attr]
@@ -223,15 +248,12 @@ class StreamedStep:
         if new_param is not None:
             assert self.work is not None
             assert param is not None
-            copies = self.work.tensor[unit.layout.state_bytes :][: param.nbytes]
+            copies = self.work.tensor[state.record.nbytes :][: param.nbytes]
             copies.zero_()
         for index, place in enumerate(unit.layout.places):
             if place.elem < 0 or not place.spec.numel:
                 continue
-            parts = [
-                _gather(floats, state, place, part)
-                for part in (StateRecord.MASTER, StateRecord.EXP_AVG, StateRecord.EXP_AVG_SQ)
-            ]
+            parts = [_gather(floats, state, place, part) for part in range(state.format.parts)]
             if index in hypers:
                 grad = unit.grad_views[index]
                 assert grad is not None
@@ -258,37 +280,38 @@ def _gather(floats: torch.Tensor, state: StateRecord, place: Place, part: int) -
     """One parameter's run of `part` as one contiguous tensor: a view where it lies in one chunk, else a copy."""
     pieces = [
         floats[piece.offset // 4 : piece.offset // 4 + piece.count]
-        for piece in state_pieces(state.elements, state.chunk, part, place.elem, place.elem + place.spec.numel)
+        for piece in state.pieces(part, place.elem, place.elem + place.spec.numel)
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _scatter(floats: torch.Tensor, state: StateRecord, place: Place, part: int, value: torch.Tensor) -> None:
-    for piece in state_pieces(state.elements, state.chunk, part, place.elem, place.elem + place.spec.numel):
+    for piece in state.pieces(part, place.elem, place.elem + place.spec.numel):
         at = piece.elem - place.elem
         floats[piece.offset // 4 : piece.offset // 4 + piece.count].copy_(value[at : at + piece.count])
 
 
 def _fused(parts: list[torch.Tensor], grad: torch.Tensor, hyper: Hyper) -> None:
-    """torch's own fused AdamW on one parameter's master and moments, in place."""
+    """torch's own fused Adam or AdamW on one parameter's master and moments, in place."""
+    from torch.optim.adam import adam
     from torch.optim.adamw import adamw
 
     value = grad.float()
     if hyper.coef != 1.0:
         value = value * hyper.coef
-    adamw(
+    (adamw if hyper.decoupled else adam)(
         [parts[0]],
         [value],
         [parts[1]],
         [parts[2]],
-        [],
+        parts[3:],
         [torch.tensor(float(hyper.step - 1))],
         fused=True,
-        amsgrad=False,
+        amsgrad=len(parts) > 3,
         beta1=hyper.beta1,
         beta2=hyper.beta2,
         lr=hyper.lr,
         weight_decay=hyper.weight_decay,
         eps=hyper.eps,
-        maximize=False,
+        maximize=hyper.maximize,
     )
