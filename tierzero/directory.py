@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tierzero import manifest as manifests
 from tierzero import members
@@ -105,13 +105,17 @@ def check_length(paths: Sequence[str], size: int, manifest: Manifest) -> None:
                 )
 
 
-def reclaim_directories(directories: Sequence[str], file: str, *, stale: bool, overwrite: bool) -> None:
-    """Delete what no snapshot needs, in all directories: with `overwrite` the manifests too.
+def reclaim_directories(
+    directories: Sequence[str], file: str, *, crashed: Collection[str], overwrite: bool
+) -> None:
+    """Delete what no snapshot needs, in all directories: with `overwrite` the manifests too. `crashed`: those of them
+    in which a store's process left its lock.
 
     StoreError if a data file was written by no store; then nothing is deleted.
     """
     for directory in directories:
-        known = stale or any(os.path.exists(os.path.join(directory, name)) for name in (manifests.NAME, members.NAME))
+        ours = (manifests.NAME, members.NAME)
+        known = directory in crashed or any(os.path.lexists(os.path.join(directory, name)) for name in ours)
         path = os.path.join(directory, file)
         if os.path.lexists(path) and not known:
             raise StoreError(
