@@ -62,7 +62,7 @@ def test_identities_survive_the_way_to_the_drive(tmp_path: Path) -> None:
     layout = make(where)
     for index, directory in enumerate(where):
         member = members.read(directory)
-        assert member == members.Member(index, layout, tuple(where))
+        assert member == members.Member(index, layout, tuple(where), committed=index == 0)
         assert sorted(os.listdir(directory)) == ["manifest.json", "member.json"][index > 0 :]
         members.remove(directory)
         members.remove(directory)  # harmless when done
@@ -146,7 +146,9 @@ def test_a_manifest_without_the_identity_beside_it(tmp_path: Path) -> None:
     where = directories(tmp_path)
     make(where)
     os.unlink(Path(where[0], "member.json"))
-    assert says(where, StoreCorruptError).startswith(f"{where[0]} holds the manifest of a striped store, but member.json")
+    assert says(where, StoreCorruptError).startswith(
+        f"{where[0]} holds the manifest of a striped store, but member.json"
+    )
 
 
 @pytest.mark.parametrize("name", ["member.json", "manifest.json"])

@@ -172,13 +172,15 @@ def read_file(path: str) -> bytes | None:
     except OSError as error:
         odd = StoreCorruptError if error.errno in (errno.ELOOP, errno.ENXIO) else StoreError
         raise odd(f"{path} cannot be read: {error.strerror}. Nothing was deleted: {_REPAIR}") from error
-    with open(fd, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise StoreCorruptError(f"{path} is not a regular file. Nothing was deleted: {_REPAIR}")
-        try:
+        with open(fd, "rb", closefd=False) as file:
             return file.read()
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror}. Nothing was deleted: {_REPAIR}") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}. Nothing was deleted: {_REPAIR}") from error
+    finally:
+        os.close(fd)
 
 
 def is_foreign(directory: str) -> bool:

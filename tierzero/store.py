@@ -21,6 +21,7 @@ from tierzero.directory import (
     check_apart,
     check_data_files,
     check_length,
+    listed,
     prepare_directory,
     reclaim_directories,
     remove_data,
@@ -63,7 +64,7 @@ class Store(Versions):
         overwrite: bool = False,
         opener: Callable[..., BlockFile] = open_block_file,
     ) -> None:
-        wanted = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+        wanted = listed(directory)
         check_apart(wanted)
         given = [prepare_directory(one) for one in wanted]
         self._lock = DirectoryLocks(given)
