@@ -227,9 +227,8 @@ class Trace:
                     return
 
     def next_use(self, uid: Unit) -> int:
-        """Uses until `uid` is next expected (0.
-
-        It is the very next); for a unit no trace knows at least FAR / 2, more the longer ago it was used.
+        """Uses until `uid` is next expected (0: the very next); for a unit no trace knows at least FAR / 2, more the
+        longer ago it was used.
         """
         active = self._active
         due = active.due.get(uid, -1)
