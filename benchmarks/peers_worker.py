@@ -80,7 +80,7 @@ class Tierzero(Trainer):
         self.tz = tz
         model = built(decoder, torch.bfloat16)
         params = sum(param.nbytes for param in model.parameters())
-        tiers = tz.Tiers(nvme=directory, host=2 * params + (48 << 20), device=params // 3, compute="cpu")
+        tiers = tz.Tiers(nvme=directory, host=2 * params + (96 << 20), device=params // 3, compute="cpu")
         self.model = tz.offload(model, tiers)
         self.optimizer = tz.AdamW(self.model.parameters(), lr=LR)
 

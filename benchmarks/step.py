@@ -45,9 +45,9 @@ Sample = dict[str, float]  # seconds, cpu
 class Bench:
     """A file with two places for every record, the engine with its buffers, and gradients and parameters in memory."""
 
-    def __init__(self, directory: str, records: int, elements: int) -> None:
+    def __init__(self, directory: str, records: int, elements: int, slots: int) -> None:
         assert NATIVE is not None, "the native extension was not built"
-        self.records = records
+        self.records, self.slots = records, slots
         self.elements = round_up(elements, CHUNK_ALIGN)
         self.state_bytes, self.param_bytes = STATE_BYTES * self.elements, 2 * self.elements
         self.engine = NATIVE.Engine()
@@ -55,8 +55,8 @@ class Bench:
         self.file = NATIVE.File(path)
         self.half = records * (self.state_bytes + self.param_bytes)
         self.file.preallocate(2 * self.half)
-        self.arena = HostArena(records * 2 * self.param_bytes + SLOTS * SLOT_BYTES * CHUNK_MAX + (64 << 20))
-        self.buffers = self.arena.allocate(SLOTS * SLOT_BYTES * CHUNK_MAX, "chunk buffers").tensor
+        self.arena = HostArena(records * 2 * self.param_bytes + slots * SLOT_BYTES * CHUNK_MAX + (64 << 20))
+        self.buffers = self.arena.allocate(slots * SLOT_BYTES * CHUNK_MAX, "chunk buffers").tensor
         self.engine.register(self.buffers)
         self.grads = [self._noise(self.param_bytes) for _ in range(records)]
         self.params = [self.arena.allocate(self.param_bytes, "parameters").tensor for _ in range(records)]
@@ -124,7 +124,7 @@ class Bench:
                 if to_drive:
                     requests.append((self.engine.write, dst + self.state_bytes + 2 * first, 2 * count))
         slot = SLOT_BYTES * CHUNK_MAX
-        free = [self.buffers[i * slot : (i + 1) * slot] for i in range(SLOTS)]
+        free = [self.buffers[i * slot : (i + 1) * slot] for i in range(self.slots)]
         flying: dict[Any, torch.Tensor] = {}
         poll = select.poll()
         poll.register(self.engine.eventfd, select.POLLIN)
@@ -176,7 +176,7 @@ class _Whole:
 
 def compare(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     """All rounds on a new file in `directory`."""
-    bench = Bench(directory, args.records, args.elements)
+    bench = Bench(directory, args.records, args.elements, args.slots)
     kinds = {"host": False, "drive": True}
     measures = {
         f"{what} {kind}": partial(getattr(bench, what), to_drive)
@@ -204,7 +204,7 @@ def compare(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         "parameters": bench.records * bench.elements,
         "records": bench.records,
         "chunk": CHUNK_MAX,
-        "slots": SLOTS,
+        "slots": args.slots,
         "engine": described,
         "rounds": args.rounds,
         "kernel": platform.release(),
@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
     parser.add_argument("--records", type=int, default=12)
     parser.add_argument("--elements", type=int, default=10_000_000, help="parameters of a record")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="chunk buffers (default: as in training)")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.nvme or Path.cwd(), prefix="tierzero-step-") as directory:

@@ -162,14 +162,14 @@ def test_a_long_wait_is_interrupted_and_loses_nothing(
     with pair(tmp_path, placement="nvme") as (plain, run):
         (first, second) = batches(2)
         stuck = threading.Event()
-        update = run.engine.streamed.update
+        update = run.engine.streamed.compute
 
-        async def slow(*args: Any) -> None:
+        async def slow(*args: Any) -> Any:
             while not stuck.is_set():
                 await asyncio.sleep(0.001)
-            await update(*args)
+            return await update(*args)
 
-        run.engine.streamed.update = slow  # type: ignore[method-assign]
+        run.engine.streamed.compute = slow  # type: ignore[method-assign]
         loss_of(plain.model, first).backward()
         step_of(run, first)
         plain.step(0.5)

@@ -187,17 +187,17 @@ def test_work_that_raises(tmp_path: Path) -> None:
     with pair(tmp_path, placement="host") as (plain, run):
         train_both([("", run)], plain, 1)
         tz.synchronize(run.model)
-        update = run.engine.streamed.update
+        update = run.engine.streamed.compute
         tries = 0
 
-        async def failing(unit: Any, hypers: Any) -> None:
+        async def failing(unit: Any, *args: Any) -> Any:
             nonlocal tries
             tries += 1
             if unit.name == "layers.2":
                 raise ValueError("no luck today")
-            await update(unit, hypers)
+            return await update(unit, *args)
 
-        run.engine.streamed.update = failing
+        run.engine.streamed.compute = failing
         backward_both(plain, run, next(batches(1)))
         plain.step()
         run.step()
@@ -209,7 +209,7 @@ def test_work_that_raises(tmp_path: Path) -> None:
                 loss_of(run.model, next(batches(1)))
         with pytest.raises(ValueError, match="no luck"):
             tz.synchronize(run.model)
-        run.engine.streamed.update = update
+        run.engine.streamed.compute = update
         train_both([("", run)], plain, 2)
 
 
@@ -218,12 +218,12 @@ def test_a_gradient_that_arrives_behind_a_failed_update(tmp_path: Path) -> None:
     with pair(tmp_path, placement="host") as (plain, run):
         backward_both(plain, run, next(batches(1)))
         plain.step()
-        update = run.engine.streamed.update
+        update = run.engine.streamed.compute
 
-        async def failing(unit: Any, hypers: Any) -> None:
+        async def failing(unit: Any, *args: Any) -> Any:
             raise ValueError("no luck today")
 
-        run.engine.streamed.update = failing
+        run.engine.streamed.compute = failing
         run.step()
         plain.zero_grad()
         run.zero_grad()
@@ -232,7 +232,7 @@ def test_a_gradient_that_arrives_behind_a_failed_update(tmp_path: Path) -> None:
             param.grad = value.clone()
         with pytest.raises(ValueError, match="no luck"):
             run.step()
-        run.engine.streamed.update = update
+        run.engine.streamed.compute = update
         for param, value in zip(plain.model.parameters(), values, strict=True):
             param.grad = value
         plain.step()
@@ -247,10 +247,10 @@ def test_closing_with_a_broken_drive(tmp_path: Path) -> None:
     run = Tiered(model, tiers_for(model, "nvme", tmp_path))
     loss_of(model, next(batches(1))).backward()
 
-    async def failing(unit: Any, hypers: Any) -> None:
+    async def failing(unit: Any, *args: Any) -> Any:
         raise OSError(errno.EIO, "injected", "/dev/nowhere")
 
-    run.engine.streamed.update = failing
+    run.engine.streamed.compute = failing
     run.step()
     run.zero_grad()
     with pytest.raises(OSError, match="injected"):

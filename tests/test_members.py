@@ -35,6 +35,7 @@ def make(where: list[str], *, committed: bool = True) -> Layout:
     layout = layout_for(len(where))
     members.write(where, layout)
     if committed:
+        members.mark_committed(where, layout)
         snapshot = Snapshot("s", 1, {"step": 3}, {})
         manifests.save(where[0], Manifest("data.bin", {"s": snapshot}, layout))
     return layout
@@ -61,7 +62,7 @@ def test_identities_survive_the_way_to_the_drive(tmp_path: Path) -> None:
     layout = make(where)
     for index, directory in enumerate(where):
         member = members.read(directory)
-        assert member == members.Member(index, layout, tuple(where))
+        assert member == members.Member(index, layout, tuple(where), committed=index == 0)
         assert sorted(os.listdir(directory)) == ["manifest.json", "member.json"][index > 0 :]
         members.remove(directory)
         members.remove(directory)  # harmless when done
@@ -86,18 +87,79 @@ def test_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
     os.rename(where[0], tmp_path / "away")
     os.mkdir(where[0])  # where the manifest was
     text = says(where)
-    assert text.startswith(f"{where[1]} is member 1 of 3 of a striped store whose other members are not listed")
-    assert where[0] in text
+    assert text.startswith(f"{where[1]} is member 1 of 3 of a striped store, and the others, which were ")
+    assert f"which were {where[0]}, {where[2]}, cannot be seen: mount them" in text
+    assert "overwrite" not in text
 
 
 def test_a_member_that_is_not_listed(tmp_path: Path) -> None:
     where = directories(tmp_path)
     make(where)
     assert f"member 2 of the 3 of the striped store in {where[0]} is missing; it was {where[2]}" in says(where[:2])
-    assert "is member 1 of 3 of a striped store whose other members" in says(where[1:])
-    for one in where[1:]:
-        assert "overwrite=True" in says([one])
+    assert "is member 1 of 3 of a striped store, and the others" in says(where[1:])
+    for index, one in enumerate(where[1:], 1):
+        text = says([one])
+        assert text.startswith(f"{one} is member {index} of 3")
+        assert "mount them" in text
+        assert "overwrite" not in text
     assert "member 1 of the 3" in says(where[:1])
+    assert "overwrite" not in says(where[:1])
+
+
+@pytest.mark.parametrize("gone", ["removed", "a link that leads nowhere", "a link to itself", "a directory", "a pipe"])
+def test_a_manifest_that_went_missing_is_missed(tmp_path: Path, gone: str) -> None:
+    where = directories(tmp_path)
+    make(where)
+    path = Path(where[0], "manifest.json")
+    path.unlink()
+    if "link" in gone:
+        path.symlink_to(tmp_path / "nowhere" if "nowhere" in gone else path)
+    elif gone == "a directory":
+        path.mkdir()
+    elif gone == "a pipe":
+        os.mkfifo(path)
+    for order in permutations(where):
+        text = says(list(order), StoreCorruptError)
+        assert str(path) in text
+        assert "Nothing was deleted" in text
+    if "link" in gone or gone == "removed":
+        assert survey(where, overwrite=True) == (where, None)
+        reclaim_directories(where, "data.bin", crashed=(), overwrite=True)
+        assert not any(map(os.listdir, where))
+    else:
+        with pytest.raises(StoreCorruptError):
+            survey(where, overwrite=True)
+
+
+def test_without_a_first_commit_nothing_is_missed(tmp_path: Path) -> None:
+    where = directories(tmp_path)
+    make(where, committed=False)
+    assert members.arrange(where) == (where, None)
+    path = Path(where[0], "member.json")
+    value = json.loads(path.read_text())
+    del value["committed"]  # as it was written before anybody was told
+    path.write_text(json.dumps(value))
+    assert "give the store up with overwrite=True" in says(where, StoreCorruptError)
+
+
+def test_a_manifest_without_the_identity_beside_it(tmp_path: Path) -> None:
+    where = directories(tmp_path)
+    make(where)
+    os.unlink(Path(where[0], "member.json"))
+    assert says(where, StoreCorruptError).startswith(
+        f"{where[0]} holds the manifest of a striped store, but member.json"
+    )
+
+
+@pytest.mark.parametrize("name", ["member.json", "manifest.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\0", "[]", "1e999", "{}", '"x"'])
+def test_texts_that_no_store_wrote_are_a_sentence(tmp_path: Path, name: str, text: str) -> None:
+    where = directories(tmp_path)
+    make(where)
+    Path(where[1], name).write_text(text)
+    said = says(where, StoreCorruptError)
+    assert str(Path(where[1], name)) in said
+    assert "Nothing was deleted" in said
 
 
 def test_members_of_two_stores(tmp_path: Path) -> None:
@@ -107,8 +169,9 @@ def test_members_of_two_stores(tmp_path: Path) -> None:
     text = says([one[0], two[1]])
     assert text.startswith(f"{two[1]} is member 1 of another store")
     assert one[1] in text
-    assert "hold a store each" in says([one[0], two[0]])
-    assert "hold a store each" in says(one + two)
+    both = f"the store of 2 in {one[0]} and the store of 2 in {two[0]} are two: resume one of them"
+    assert both in says([one[0], two[0]])
+    assert both in says(one + two)
     assert "is member 1 of 2" in says([one[1], two[1]])
     assert "is member 1 of another store" in says([*one, two[1]])
 
@@ -231,7 +294,7 @@ def test_overwriting_gives_up_what_was_there_and_nothing_else(tmp_path: Path) ->
         Path(directory, "mine").write_bytes(b"x")
     mixed = [two[1], one[0]]
     assert survey(mixed, overwrite=True) == (mixed, None)
-    reclaim_directories(mixed, "data.bin", stale=False, overwrite=True)
+    reclaim_directories(mixed, "data.bin", crashed=(), overwrite=True)
     for directory in mixed:
         assert os.listdir(directory) == ["mine"]
     assert set(os.listdir(one[1])) == {"data.bin", "member.json", "mine"}
@@ -247,8 +310,10 @@ def test_files_of_others_are_never_deleted(tmp_path: Path) -> None:
     Path(where[1], "data.bin").write_bytes(b"x")
     for overwrite in (False, True):
         with pytest.raises(StoreError, match="no store wrote it"):
-            reclaim_directories(where, "data.bin", stale=False, overwrite=overwrite)
+            reclaim_directories(where, "data.bin", crashed=where[:1], overwrite=overwrite)
     assert Path(where[1], "data.bin").exists()
+    reclaim_directories(where, "data.bin", crashed=where[1:], overwrite=False)
+    assert not Path(where[1], "data.bin").exists()
 
 
 def test_directories_that_are_not_apart(tmp_path: Path) -> None:

@@ -159,6 +159,60 @@ def test_records_stream_one_after_another(tmp_path: Path, count: int, slots: int
     engine.close()
 
 
+@RELAXED
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=12), st.integers(3, 9), st.booleans())
+def test_what_shares_bytes_keeps_its_order_whatever_is_due(
+    engine: _native.Engine, tmp_path_factory: pytest.TempPathFactory, dues: list[int], slots: int, memory: bool
+) -> None:
+    """Updates of two records, each reading what the one before wrote, on file or in memory, due in any order."""
+    file = _native.File(tmp_path_factory.mktemp("step") / "f")
+    chunk, span = 2048, 12 * 5120
+    stepper = _native.Stepper(engine, slab_buffers(chunk, slots), chunk)
+    records = [plain_case(seed) for seed in range(2)]
+    layouts = [to_layout(case.planes, chunk) for case in records]
+    for i, layout in enumerate(layouts):
+        engine.write(file, 2 * i * span, as_bytes(layout)).result()
+    tickets = []
+    for turn, due in enumerate(dues):
+        i, case = turn % 2, records[turn % 2]
+        src, dst = (2 * i + turn // 2 % 2) * span, (2 * i + 1 - turn // 2 % 2) * span
+        where = {"state": layouts[i]} if memory else {"src": (file, src), "dst": (file, dst)}
+        tickets.append(stepper.submit(case.elements, case.segments(), case.grads, due=due, **where))
+    sums = [ticket.result()[0] for ticket in tickets]
+    for turn in range(len(dues)):
+        case = records[turn % 2]
+        case.planes = case.expected()
+        if not memory:
+            assert sums[turn] == _native.checksum(as_bytes(to_layout(case.planes, chunk)))
+    if memory:
+        for case, layout in zip(records, layouts, strict=True):
+            assert torch.equal(as_bytes(layout), as_bytes(to_layout(case.planes, chunk)))
+    stepper.close()
+
+
+def test_what_is_due_sooner_goes_in_front() -> None:
+    """Of the rest of a record that has begun, and of one that has not."""
+    engine = _native.Engine()
+    stepper = _native.Stepper(engine, slab_buffers(2048, 3), 2048)
+    no_grads = torch.empty(0, dtype=torch.uint8)
+    states = [torch.zeros(3 * elements) for elements in (1 << 20, 2048, 2048)]
+    for _ in range(100):  # the first may be over before the others are there
+        long, late, soon = (
+            stepper.submit(
+                state.numel() // 3, [(0, 1024, -1, "f32", -1, "f32", *([1.0] * 8))], no_grads, state=state, due=due
+            )
+            for state, due in zip(states, (5, 9, 1), strict=True)
+        )
+        for ticket in (long, late, soon):
+            ticket.result()
+        if [ticket for ticket in engine.reap() if ticket in (long, late, soon)] == [soon, long, late]:
+            break
+    else:
+        raise AssertionError("it never went in front")
+    stepper.close()
+    engine.close()
+
+
 def test_bytes_moved_are_the_records(tmp_path: Path) -> None:
     engine = _native.Engine()
     file = _native.File(tmp_path / "f")

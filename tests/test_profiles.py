@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tierzero import profiles
+from tierzero.doctor import paths
+from tierzero.drives import drive_of
 from tierzero.profiles import Profile
 
 
@@ -58,6 +60,10 @@ def test_round_trip(tmp_path: Path, profile: Profile) -> None:
         b"7",
         b'{"format": 2}',
         b'{"format": 1}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b" " * 1_000_000,
+        b'{"format": ' + b"9" * 10_000 + b"}",
     ],
 )
 def test_damage_is_ignored_with_one_warning(tmp_path: Path, profile: Profile, text: bytes) -> None:
@@ -80,6 +86,15 @@ def test_damage_is_ignored_with_one_warning(tmp_path: Path, profile: Profile, te
         ("block", 0),
         ("block", 4096.0),
         ("block", "4096"),
+        ("block", 2 << 30),
+        ("block", (1 << 30) + 4096),
+        ("block", 4096 * 10**400),
+        ("depth", 257),
+        ("depth", 2**64),
+        ("depth", 10**400),
+        ("read", 10**400),
+        ("mixed", 1e300),
+        ("write", [[]]),
         ("depth", -1),
         ("depth", True),
         ("read", 0),
@@ -106,6 +121,45 @@ def test_a_directory_in_its_place(tmp_path: Path, profile: Profile) -> None:
     with pytest.raises(OSError):
         profiles.save(profile)
     assert len(list(profiles.directory().iterdir())) == 1, "no temporary file is left"
+
+
+def test_what_is_no_file_in_its_place(tmp_path: Path, profile: Profile) -> None:
+    file = profiles.file_of(profile.device)
+    file.parent.mkdir(parents=True)
+    os.mkfifo(file)
+    with pytest.warns(RuntimeWarning, match="not a regular file"):
+        assert profiles.load(tmp_path) is None
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.warns(RuntimeWarning, match="symbolic links"):
+        assert profiles.load(tmp_path) is None
+
+
+def test_the_engine_takes_every_value_that_is_taken(tmp_path: Path, profile: Profile) -> None:
+    native = pytest.importorskip("tierzero._native")
+    profiles.save(replace(profile, block=1 << 30, depth=256))
+    loaded = profiles.load(tmp_path)
+    assert loaded is not None
+    native.Engine(kind="pool", block=loaded.block, depth=1).close()
+    native.Engine(kind="pool", block=4096, depth=loaded.depth).close()
+
+
+def test_without_a_home_there_is_no_profile(tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIERZERO_PROFILES", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(uid: int) -> None:
+        raise KeyError(f"uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profiles.load(tmp_path) is None
+    with pytest.raises(FileNotFoundError, match="no home directory"):
+        profiles.save(profile)
+    found = paths.profile(drive_of(tmp_path))
+    assert "no home directory" in found.value
+    assert "TIERZERO_PROFILES" in found.advice
 
 
 def test_whole_numbers_are_rates_too(tmp_path: Path, profile: Profile) -> None:

@@ -18,6 +18,7 @@ from stores import committed, contents, crash, faulty, read, some
 
 from tierzero import manifest as manifests
 from tierzero.errors import StoreBusyError, StoreCorruptError, StoreError
+from tierzero.native import NATIVE
 from tierzero.store import Store
 from tierzero.tiers.faulty import Fault
 
@@ -202,6 +203,7 @@ def test_a_second_store_in_this_process(tmp_path: Path) -> None:
 
 HOLD = """
 import os, sys
+from tierzero.native import NATIVE
 from tierzero.store import Store
 store = Store(sys.argv[1])
 child = os.fork() if sys.argv[2:] == ["fork"] else 0
@@ -243,13 +245,59 @@ def test_a_store_held_by_a_living_process_and_then_by_a_dead_one(tmp_path: Path,
     store.close()
 
 
-def test_an_unreadable_lock_file_is_an_unknown_holder(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text("{")
-    (tmp_path / "data.bin").write_bytes(b"x" * 100_000)
+@pytest.mark.parametrize("text", [b"", b"\0" * 64])
+def test_a_lock_file_without_text_is_an_unknown_holder(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "lock").write_bytes(text)
     store = Store(tmp_path)
     assert "unknown" in str(store.stale)
-    assert os.stat(store.path).st_size == 0
     store.close()
+    (tmp_path / "lock").write_bytes(text)
+    (tmp_path / "data.bin").write_bytes(b"mine")
+    with pytest.raises(StoreError, match="no store wrote it"):  # such a file vouches for nothing
+        Store(tmp_path)
+    assert contents(tmp_path) == {"lock": text, "data.bin": b"mine"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{",
+        b"my notes",
+        b"[" * 100_000,
+        b"12345",
+        b'{"pid": 0, "host": "", "started": 0, "argv": []}',
+        b'{"pid": -4, "host": "", "started": 0, "argv": []}',
+        b'{"pid": 4, "host": "", "started": Infinity, "argv": []}',
+        b'{"pid": 1e999, "host": "", "started": 0, "argv": []}',
+        b'{"name": "somebody"}',
+    ],
+)
+def test_a_lock_file_of_somebody_else_is_left_alone(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "lock").write_bytes(text)
+    (tmp_path / "data.bin").write_bytes(b"mine")
+    for overwrite in (False, True):
+        with pytest.raises(StoreError, match="lock is a file that no store wrote, so it was left alone"):
+            Store(tmp_path, overwrite=overwrite)
+    assert contents(tmp_path) == {"lock": text, "data.bin": b"mine"}
+
+
+@pytest.mark.skipif(NATIVE is None, reason="stripes need the native extension")
+def test_a_crash_in_one_directory_vouches_for_no_other(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    crash(Store(one))
+    two.mkdir()
+    (two / "data.bin").write_bytes(b"mine")
+    before = contents(one)
+    for order in ([one, two], [two, one]):
+        with pytest.raises(StoreError, match=r"two/data\.bin exists, but no store wrote it"):
+            Store(order)
+    assert contents(one) == before
+    assert contents(two) == {"data.bin": b"mine"}
+
+
+def test_a_directory_in_which_no_file_can_be_made() -> None:
+    with pytest.raises(StoreError, match="cannot lock /proc/self/lock|read-only"):
+        Store("/proc/self")
 
 
 def test_a_crash_leaves_space_that_is_reused(tmp_path: Path) -> None:

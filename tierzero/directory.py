@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from tierzero import manifest as manifests
 from tierzero import members
-from tierzero.errors import StoreCorruptError, StoreError
+from tierzero.errors import ConfigError, StoreCorruptError, StoreError
 from tierzero.manifest import Manifest
 from tierzero.stripes import shortest
+
+
+def listed(directories: object) -> list[str | os.PathLike[str]]:
+    """The directories as they were given: one path, or a list or tuple of them.
+
+    ConfigError for anything else, for a path without characters and for one with a NUL.
+    """
+    if isinstance(directories, str | os.PathLike):
+        wanted: list[Any] = [directories]
+    elif isinstance(directories, Sequence) and not isinstance(directories, bytes | bytearray | memoryview):
+        wanted = list(directories)
+    else:  # a set has no order, and an iterator is empty the second time
+        raise ConfigError(
+            f"nvme={repr(directories)[:80]} is neither a path nor a list of paths: give the store's directory, or a list "
+            "with one on each drive"
+        )
+    for one in wanted:
+        text = os.fspath(one) if isinstance(one, str | os.PathLike) else None
+        if not isinstance(text, str):
+            raise ConfigError(f"nvme: {repr(one)[:80]} is no path: give directories as strings or pathlib paths")
+        if not text.strip() or "\0" in text:
+            raise ConfigError(f"nvme: {text!r} cannot name a directory: give its path, '.' for the current one")
+    return wanted
+
 
 _ADVICE = "Nothing was deleted: put the file back, or give the snapshots up with overwrite=True"
 
@@ -19,7 +44,7 @@ def prepare_directory(directory: str | os.PathLike[str]) -> str:
 
     StoreError saying what to do if it is a file, read-only or cannot be made.
     """
-    path = os.path.abspath(os.path.expanduser(os.fspath(directory)))
+    path = _whole(directory)
     try:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -42,14 +67,26 @@ def prepare_directory(directory: str | os.PathLike[str]) -> str:
     return path
 
 
+def _whole(directory: str | os.PathLike[str]) -> str:
+    """The absolute path. StoreError for a relative one in a working directory that was removed."""
+    path = os.path.expanduser(os.fspath(directory))
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"the NVMe path {path} starts at the working directory, which no longer exists: go to another one, or give "
+            "the path from the root"
+        ) from error
+
+
 def check_apart(directories: Sequence[str | os.PathLike[str]]) -> None:
     """StoreError if there are none, two of the directories are the same, or one lies inside another."""
     if not directories:
         raise StoreError("the store was given no directory: give one on each drive")
-    real = [os.path.realpath(os.path.expanduser(os.fspath(directory))) for directory in directories]
+    real = [os.path.realpath(_whole(directory)) for directory in directories]
     for index, one in enumerate(real):
         for other in real[:index]:
-            if one == other:
+            if one == other or _is_same(one, other):
                 raise StoreError(
                     f"the NVMe directory {one} is given twice: give one directory on each drive, each of them once"
                 )
@@ -58,6 +95,14 @@ def check_apart(directories: Sequence[str | os.PathLike[str]]) -> None:
                 raise StoreError(
                     f"the NVMe directory {inner} lies inside {outer}: give one directory on each drive, side by side"
                 )
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two names lead to one directory, as those of a bind mount do."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # it is yet to be made
+        return False
 
 
 def survey(directories: Sequence[str], overwrite: bool) -> tuple[list[str], Manifest | None]:
@@ -105,13 +150,15 @@ def check_length(paths: Sequence[str], size: int, manifest: Manifest) -> None:
                 )
 
 
-def reclaim_directories(directories: Sequence[str], file: str, *, stale: bool, overwrite: bool) -> None:
-    """Delete what no snapshot needs, in all directories: with `overwrite` the manifests too.
+def reclaim_directories(directories: Sequence[str], file: str, *, crashed: Collection[str], overwrite: bool) -> None:
+    """Delete what no snapshot needs, in all directories: with `overwrite` the manifests too. `crashed`: those of them
+    in which a store's process left its lock.
 
     StoreError if a data file was written by no store; then nothing is deleted.
     """
     for directory in directories:
-        known = stale or any(os.path.exists(os.path.join(directory, name)) for name in (manifests.NAME, members.NAME))
+        ours = (manifests.NAME, members.NAME)
+        known = directory in crashed or any(os.path.lexists(os.path.join(directory, name)) for name in ours)
         path = os.path.join(directory, file)
         if os.path.lexists(path) and not known:
             raise StoreError(

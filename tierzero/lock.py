@@ -24,6 +24,9 @@ from dataclasses import asdict, dataclass
 from tierzero.errors import StoreBusyError, StoreError
 
 
+_LATEST = 1e11  # seconds since the epoch; a later start is no date that can be printed
+
+
 @dataclass(frozen=True)
 class Holder:
     """The process that holds or held a store; `started` is seconds since the epoch.
@@ -46,14 +49,17 @@ class Holder:
         """What the text of a lock file says; an unreadable one gives pid 0."""
         try:
             value = json.loads(text)
-            return cls(
+            holder = cls(
                 int(value["pid"]),
                 str(value["host"]),
                 float(value["started"]),
                 tuple(str(word) for word in value["argv"]),
             )
-        except (ValueError, KeyError, TypeError):
-            return cls(0, "", 0.0, ())
+            if holder.pid > 0 and 0 <= holder.started < _LATEST:
+                return holder
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            pass
+        return cls(0, "", 0.0, ())
 
     def __str__(self) -> str:
         if not self.pid:
@@ -66,7 +72,8 @@ class Holder:
 class DirectoryLock:
     """Holds `directory`/lock. `stale` is the Holder that a crash left, or None. See Note [lock].
 
-    Raises StoreBusyError naming the living holder, and StoreError if the file cannot be created.
+    Raises StoreBusyError naming the living holder, and StoreError if the file cannot be created or if no store wrote
+    it; such a file is left as it is.
     """
 
     def __init__(self, directory: str) -> None:
@@ -89,6 +96,10 @@ class DirectoryLock:
                     fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 except FileNotFoundError:
                     continue  # its holder closed the store in between
+                except OSError as error:
+                    raise self._refused(error) from error
+            except OSError as error:
+                raise self._refused(error) from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self._is_current(fd):
@@ -96,9 +107,12 @@ class DirectoryLock:
                     continue  # removed by its holder between open and flock
                 self._before = os.pread(fd, 1 << 20, 0)
                 if not created:
-                    self.stale = Holder.parse(self._before)
+                    self.stale = self._left_by()
                 self._write(fd, json.dumps(asdict(Holder.here())).encode())
                 return fd
+            except StoreError:
+                os.close(fd)
+                raise
             except OSError as error:
                 try:
                     if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -107,12 +121,26 @@ class DirectoryLock:
                             f"the store {os.path.dirname(self.path)} is held by a living process ({holder}): "
                             "stop that run, close its store, or give this one a directory of its own"
                         ) from None
-                    raise StoreError(
-                        f"cannot lock {self.path}: {error.strerror}. "
-                        "Use a directory on a file system that supports flock and has space"
-                    ) from error
+                    raise self._refused(error) from error
                 finally:
                     os.close(fd)
+
+    def _refused(self, error: OSError) -> StoreError:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            advice = "Use a directory in which you may create files"
+        else:
+            advice = "Use a directory on a file system that supports flock and has space"
+        return StoreError(f"cannot lock {self.path}: {error.strerror}. {advice}")
+
+    def _left_by(self) -> Holder:
+        """Who wrote the text that was there. StoreError if no store did."""
+        holder = Holder.parse(self._before)
+        # a crash may come before the text is written, and after a power failure it can be zeros
+        if not holder.pid and self._before.strip(b"\0"):
+            raise StoreError(
+                f"{self.path} is a file that no store wrote, so it was left alone: move it away, or use another directory"
+            )
+        return holder
 
     def _check_regular(self) -> None:
         """StoreError for a lock that no store made: a link, a directory, a pipe."""
@@ -182,6 +210,11 @@ class DirectoryLocks:
     def stale(self) -> Holder | None:
         """Who held one of them when it crashed, or None."""
         return next((lock.stale for lock in self._locks if lock.stale is not None), None)
+
+    @property
+    def crashed(self) -> list[str]:
+        """The directories whose lock says which store's process crashed there: what lies in them is a store's."""
+        return [os.path.dirname(lock.path) for lock in self._locks if lock.stale is not None and lock.stale.pid]
 
     @property
     def held(self) -> bool:

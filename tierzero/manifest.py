@@ -8,15 +8,17 @@ crash at any moment leaves the old or the new one whole.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tierzero.checksum import KIND, Sums, from_hex, to_hex
-from tierzero.errors import StoreCorruptError
+from tierzero.errors import StoreCorruptError, StoreError
 from tierzero.extents import Extent
 from tierzero.layout import PAGE
 from tierzero.stripes import Layout
@@ -24,6 +26,7 @@ from tierzero.stripes import Layout
 FORMAT = 2  # 1 is a data file in one directory, and is still written for it
 NAME = "manifest.json"
 TEMPORARY = "manifest.json.new"
+_REPAIR = "put a copy of the file in its place, or give the store another directory"
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def from_text(text: bytes, path: str) -> Manifest:
     keep = "Nothing was deleted: put back a copy of the file, or give up what it described with overwrite=True"
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreCorruptError(f"the manifest {path} is truncated or damaged ({error}). {keep}") from None
     if not _is_ours(value):
         raise StoreCorruptError(
@@ -112,7 +115,7 @@ def from_text(text: bytes, path: str) -> Manifest:
         if os.path.basename(data) != data or not data:
             raise ValueError(f"data file name {data!r}")
         return Manifest(data, snapshots, layout_of(payload["layout"]) if "layout" in payload else None)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StoreCorruptError(
             f"the manifest {path} lacks something or holds something odd ({error!r}). {keep}"
         ) from None
@@ -145,25 +148,57 @@ def _snapshot(name: str, entry: dict[str, Any]) -> Snapshot:
 def load(directory: str) -> Manifest | None:
     """The manifest in `directory`, or None where there is none.
 
-    StoreCorruptError as in :func:`from_text`; OSError if it cannot be read.
+    StoreCorruptError as in :func:`from_text` and, like StoreError, as in :func:`read_file`.
     """
     path = os.path.join(directory, NAME)
+    text = read_file(path)
+    return None if text is None else from_text(text, path)
+
+
+def read_file(path: str) -> bytes | None:
+    """What is in the file; None where there is none.
+
+    StoreCorruptError for a link that leads nowhere and for what is no file, StoreError if it cannot be read.
+    """
     try:
-        with open(path, "rb") as file:
-            text = file.read()
-    except FileNotFoundError:
-        return None
-    return from_text(text, path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make it wait
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.path.islink(path):
+            return None
+        raise StoreCorruptError(
+            f"{path} is a link that leads nowhere. Nothing was deleted: mount the drive that it leads to, put a copy "
+            "of the file in its place, or give up what it described with overwrite=True"
+        ) from None
+    except OSError as error:
+        odd = StoreCorruptError if error.errno in (errno.ELOOP, errno.ENXIO) else StoreError
+        raise odd(f"{path} cannot be read: {error.strerror}. Nothing was deleted: {_REPAIR}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise StoreCorruptError(f"{path} is not a regular file. Nothing was deleted: {_REPAIR}")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}. Nothing was deleted: {_REPAIR}") from error
+    finally:
+        os.close(fd)
 
 
 def is_foreign(directory: str) -> bool:
-    """Whether the file is whole JSON that no store wrote, and so must never be deleted."""
+    """Whether something that no store wrote has the manifest's name, and so must never be deleted."""
+    return foreign(os.path.join(directory, NAME), _is_ours)
+
+
+def foreign(path: str, ours: Callable[[object], bool]) -> bool:
+    """Whether the file is whole JSON that is not `ours`, or is no file or link at all."""
     try:
-        with open(os.path.join(directory, NAME), "rb") as file:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            return not stat.S_ISLNK(mode)
+        with open(path, "rb") as file:
             value = json.loads(file.read())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
-    return not _is_ours(value)
+    return not ours(value)
 
 
 def _is_ours(value: object) -> bool:

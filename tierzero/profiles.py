@@ -5,10 +5,11 @@ One JSON file per file system, in a directory of the user's cache.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import math
 import os
+import stat
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +20,9 @@ from tierzero.drives import existing_parent, mount_of
 
 FORMAT = 1  # of the files; another number is another program's
 _PAGE = 4096
+_MOST: dict[str, float] = {"block": 1 << 30, "depth": 256}  # the engine's own limits
+_MOST_RATE = 1e15  # bytes/s; no drive does a petabyte
+_LONGEST = 1 << 16  # bytes of a file; a profile has less than one thousand
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,19 @@ class Profile:
 
 
 def directory() -> Path:
-    """Where profiles lie: $TIERZERO_PROFILES, or tierzero/nvme in $XDG_CACHE_HOME or in ~/.cache."""
+    """Where profiles lie: $TIERZERO_PROFILES, or tierzero/nvme in $XDG_CACHE_HOME or in ~/.cache.
+
+    FileNotFoundError where none is set and this user has no home directory, as in a container with a bare user id.
+    """
     chosen = os.environ.get("TIERZERO_PROFILES", "")
     if chosen:
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # the XDG rules: a relative path there is to be ignored
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "tierzero" / "nvme"
+    try:
+        return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "tierzero" / "nvme"
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "this user has no home directory for drive profiles", "~") from None
 
 
 def drive_key(path: str | os.PathLike[str]) -> str:
@@ -67,11 +77,17 @@ def file_of(key: str) -> Path:
 
 
 def load(path: str | os.PathLike[str]) -> Profile | None:
-    """The profile of the drive under `path`; None, with one warning, where the file of it is damaged or foreign."""
-    key = drive_key(path)
-    file = file_of(key)
+    """The profile of the drive under `path`; None, with one warning, where the file of it is damaged or foreign.
+
+    None without a warning where there is no such file, nor a place for one.
+    """
     try:
-        text = file.read_bytes()
+        key = drive_key(path)
+        file = file_of(key)
+    except OSError:
+        return None
+    try:
+        text = _read(file)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -79,6 +95,9 @@ def load(path: str | os.PathLike[str]) -> Profile | None:
         return None
     try:
         profile = _parse(json.loads(text))
+    except RecursionError:
+        _ignore(file, "not a drive profile")
+        return None
     except ValueError as error:
         _ignore(file, str(error))
         return None
@@ -86,6 +105,19 @@ def load(path: str | os.PathLike[str]) -> Profile | None:
         _ignore(file, f"it is of the drive {profile.device}")
         return None
     return profile
+
+
+def _read(file: Path) -> bytes:
+    """What is in it. OSError for what is no file, too."""
+    handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make it wait
+    try:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(file))
+        return os.read(handle, _LONGEST)
+    finally:
+        os.close(handle)
 
 
 def _ignore(file: Path, why: str) -> None:
@@ -107,9 +139,9 @@ def _parse(data: Any) -> Profile:
             good = isinstance(value, str)
         else:
             number = isinstance(value, int if field.type == "int" else int | float) and not isinstance(value, bool)
-            good = number and math.isfinite(value) and value > 0
+            good = number and 0 < value <= _MOST.get(field.name, _MOST_RATE)
         if not good:
-            raise ValueError(f"{field.name} is {value!r}")
+            raise ValueError(f"{field.name} is {repr(value)[:80]}")
         values[field.name] = float(value) if field.type == "float" else value
     if values["engine"] not in ("uring", "pool"):
         raise ValueError(f"engine is {values['engine']!r}")

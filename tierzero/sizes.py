@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Rational, Real
 
 _UNITS = {
     "": 1,
@@ -26,6 +27,9 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
 
 
+_TOO_MANY = 10**300  # bytes; no float counts them
+
+
 def parse_size(value: int | float | str, *, of: int | None = None, what: str = "size") -> int:
     """Whole bytes for an int, a float or a string with an optional unit (B, kB, MB, GB, TB, PB and KiB, MiB, GiB, TiB,
     PiB) or `%` of `of`.
@@ -33,14 +37,16 @@ def parse_size(value: int | float | str, *, of: int | None = None, what: str = "
     Raises ValueError with a sentence for anything else, for negative sizes and for `%` where there is nothing to take
     it of.
     """
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         raise ValueError(
-            f'{what} must be a size in bytes such as 64MiB, got {value!r}; write a number or a string like "2GiB"'
+            f'{what} must be a size in bytes such as 64MiB, got {repr(value)[:80]}; write a number or a string like "2GiB"'
         )
-    if isinstance(value, int | float):
+    if isinstance(value, Real):  # NumPy's numbers and fractions too
         if value != value or value in (float("inf"), float("-inf")) or value < 0:
             raise ValueError(f"{what} must be a size of zero bytes or more, got {value!r}")
-        return int(value)
+        if value > _TOO_MANY:
+            raise ValueError(f"{what} is more bytes than can be counted")
+        return int(value) if isinstance(value, Rational) else int(float(value))
     match = _PATTERN.fullmatch(value)
     if match is None:
         raise ValueError(

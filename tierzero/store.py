@@ -21,6 +21,7 @@ from tierzero.directory import (
     check_apart,
     check_data_files,
     check_length,
+    listed,
     prepare_directory,
     reclaim_directories,
     remove_data,
@@ -63,7 +64,7 @@ class Store(Versions):
         overwrite: bool = False,
         opener: Callable[..., BlockFile] = open_block_file,
     ) -> None:
-        wanted = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+        wanted = listed(directory)
         check_apart(wanted)
         given = [prepare_directory(one) for one in wanted]
         self._lock = DirectoryLocks(given)
@@ -105,7 +106,7 @@ class Store(Versions):
         else:  # while there is a manifest, every directory must say which member it is
             fresh = not manifest.snapshots
         if fresh:
-            reclaim_directories(self.directories, manifest.data, stale=self.stale is not None, overwrite=overwrite)
+            reclaim_directories(self.directories, manifest.data, crashed=self._lock.crashed, overwrite=overwrite)
         else:
             check_data_files(paths, manifest)
         made = fresh and layout is not None
@@ -183,7 +184,7 @@ class Store(Versions):
             new = Snapshot(name, self._epoch + 1, meta, records)
             kept = {other: old for other, old in self._snapshots.items() if other in keep and other != name}
             manifest = Manifest(os.path.basename(self.path), {**kept, name: new}, self.layout)
-            await settle(asyncio.ensure_future(asyncio.to_thread(manifests.save, self.directory, manifest, renamed)))
+            await settle(asyncio.ensure_future(asyncio.to_thread(self._save, manifest, renamed)))
         except BaseException:
             with self._mutex:
                 self._committing = False
@@ -197,6 +198,11 @@ class Store(Versions):
             self._release([*self._replace(manifest), *self._limbo])
             self._limbo = []
         return new
+
+    def _save(self, manifest: Manifest, renamed: Callable[[], None]) -> None:
+        if self.layout is not None and not self._snapshots:  # a manifest that goes missing later will be missed
+            members.mark_committed(self.directories, self.layout)
+        manifests.save(self.directory, manifest, renamed)
 
     async def _capture(self, keep: Collection[str]) -> dict[str, tuple[Extent, Sums | None]]:
         """Hold the current extents, at a moment when none is being changed in place."""

@@ -70,7 +70,7 @@ class Unit:
         self.state_host = False  # where optimizer state goes when there is some
         self.steps: list[int] = [0] * len(params)
         self.blank: set[int] = set()  # parameters of a meta model that were not given values yet
-        self.norms: tuple[tuple[int, tuple[bool, ...]], list[float]] | None = (
+        self.norms: tuple[tuple[int, tuple[bool, ...], tuple[float, ...]], list[float]] | None = (
             None  # gradient norms, and what they were computed from
         )
         self.norming: asyncio.Task[None] | None = None  # norms being computed

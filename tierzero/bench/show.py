@@ -36,7 +36,7 @@ def show(console: Console, report: Report) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(Text(text), soft_wrap=True)  # a path may look like markup
 
 
 def _target(label: str, found: Found, encoding: str) -> RenderableType:
@@ -92,7 +92,7 @@ def _rates(found: Found) -> Table:
             cells += [f"{row['fio_GBps']:.2f}", f"{row['ratio']:.3f}", f"{row['fio_cpu_s_per_GB']:.4f}"]
         table.add_row(kind, *cells)
     if found.fio_job is not None:
-        table.caption = f"fio: {found.fio_job.label}; in turns with the engine"
+        table.caption = Text(f"fio: {found.fio_job.label}; in turns with the engine")
         table.caption_justify = "left"
     return table
 

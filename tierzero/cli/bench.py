@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import sys
 import threading
@@ -15,10 +17,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from tierzero.doctor.child import Child
 from tierzero.errors import ConfigError
 from tierzero.sizes import parse_size
 
 LEAST_SECONDS = 2.0
+SILENCE = 15.0  # seconds that the first small file on a drive may take
 
 
 class Stopped(BaseException):
@@ -30,6 +34,15 @@ class Stopped(BaseException):
 
 def nvme(paths: list[Path], size: str, seconds: float, *, compare_fio: bool, as_json: bool) -> None:
     """Measure and print. ConfigError for arguments that cannot be, typer.Exit(128 + n) when signal n came."""
+    try:
+        with _signals():
+            _nvme(paths, size, seconds, compare_fio=compare_fio, as_json=as_json)
+    except Stopped as stopped:
+        print("stopped; nothing was left behind and no profile was stored", file=sys.stderr)
+        raise typer.Exit(128 + stopped.number) from None
+
+
+def _nvme(paths: list[Path], size: str, seconds: float, *, compare_fio: bool, as_json: bool) -> None:
     from tierzero.bench.scratch import MINIMUM, UNIT
 
     try:
@@ -40,27 +53,38 @@ def nvme(paths: list[Path], size: str, seconds: float, *, compare_fio: bool, as_
         raise ConfigError(f"--size {size} is too small to measure a drive: give at least {MINIMUM >> 20}MiB")
     if not LEAST_SECONDS <= seconds <= 86400:
         raise ConfigError(f"--seconds {seconds:g}: give {LEAST_SECONDS:g} or more, up to a day's 86400")
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ConfigError("the same directory is given twice: give each drive's once")
     if nbytes // len(paths) < MINIMUM:
         raise ConfigError(
             f"--size {size} over {len(paths)} paths is too little: give at least {len(paths) * MINIMUM >> 20}MiB"
         )
+    for path in paths:
+        _check_answers(path)
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ConfigError("the same directory is given twice: give each drive's once")
     from tierzero.bench.nvme import measure
     from tierzero.bench.show import show
 
-    try:
-        with _signals(), _progress() as progress:
-            report = measure(paths, nbytes, seconds=seconds, compare=compare_fio, progress=progress)
-    except Stopped as stopped:
-        print("stopped; nothing was left behind and no profile was stored", file=sys.stderr)
-        raise typer.Exit(128 + stopped.number) from None
+    with _progress() as progress:
+        report = measure(paths, nbytes, seconds=seconds, compare=compare_fio, progress=progress)
     if as_json:
         for note in report.notes:
             print(f"note: {note}", file=sys.stderr)
         print(json.dumps(report.as_json()))
     else:
         show(Console(), report)
+
+
+def _check_answers(path: Path) -> None:
+    """OSError where the file system lets a first small file wait: this process must not hang with it."""
+    with Child("tierzero.bench.scratch:answer", str(path)) as child:
+        ended = child.listen(SILENCE).ended
+    if "did not answer" in ended:
+        raise OSError(
+            errno.ETIMEDOUT,
+            f"the file system did not answer within {SILENCE:.0f} s: it is frozen, its server is away or the drive is "
+            "failing. See dmesg, or give another directory",
+            str(path),
+        )
 
 
 @contextmanager
@@ -87,7 +111,12 @@ def _signals() -> Iterator[None]:
 def _progress() -> Iterator:
     """A function that shows a phase and the share done, on stderr where that is a terminal."""
     console = Console(stderr=True)
-    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     # drawn by hand between phases: a thread that draws would be counted as the engine's CPU time
     with Progress(
         *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal

@@ -31,7 +31,12 @@ def _path(value: Any) -> Any:
         raise ValueError(f"must be a path, got {value!r}")
     if not str(value).strip():
         raise ValueError("must not be empty")
-    return Path(value).expanduser()
+    if "\0" in str(value):
+        raise ValueError(f"must be a path, and none has a NUL in it, got {value!r}")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{str(value)!r} starts at a home directory that cannot be told: write it out") from None
 
 
 def _size(value: Any) -> Any:
@@ -203,6 +208,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a configuration") from None
 
 
 def _apply(tables: dict[str, Any], setting: str) -> None:
@@ -216,13 +223,19 @@ def _apply(tables: dict[str, Any], setting: str) -> None:
         raise ConfigError(f"--set {setting}: unknown key {name}{did_you_mean(name, KEYS)}")
     table = tables.setdefault(section, {})
     if isinstance(table, dict):  # otherwise the file's own mistake is reported
-        table[key] = _value(text.strip())
+        try:
+            table[key] = _value(text.strip())
+        except (ValueError, KeyError, RecursionError) as error:
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise ConfigError(f"--set {setting[:200]}: the list is not valid TOML ({why})") from None
 
 
 def _value(text: str) -> Any:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
+        if text.startswith("["):  # never a path that somebody meant
+            raise
         return text
     return value if isinstance(value, bool | int | float | str | list | dict) else text  # a date is text here
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,7 @@ def run(paths: Sequence[Path], tested_path: Path | None, *, as_json: bool) -> in
         tested = None
         if tested_path is not None:
             try:
+                _check_answers(report, asked, tested_path)
                 tested = selftest(tested_path, heard=lambda backend: status.update(f"self-test: {backend}"))
             except OSError as error:  # what was found out until here is still to be printed
                 tested = Verdict(str(tested_path), (Trial("beginning", False, describe(error)),), 0.0)
@@ -52,6 +55,14 @@ def run(paths: Sequence[Path], tested_path: Path | None, *, as_json: bool) -> in
             print_tested(console, tested)
         print_summary(console, report, tested)
     return 0 if ok else 1
+
+
+def _check_answers(report: Report, asked: Sequence[Path], path: Path) -> None:
+    """OSError where looking at `path`, one of the paths `asked` about, came to no end: nor would the self-test."""
+    where = report.paths[list(dict.fromkeys(map(os.fspath, asked))).index(os.fspath(path))]
+    for finding in report.findings:
+        if finding.path == where and finding.facts.get("silent"):
+            raise OSError(errno.ETIMEDOUT, finding.value, where)
 
 
 @contextmanager
@@ -75,8 +86,8 @@ def _terminable() -> Iterator[None]:
 def print_report(console: Console, report: Report) -> None:
     """Versions, then a table for the machine and one for each path."""
     versions = " ".join(f"{name} {version}" for name, version in report.versions.items() if name != "executable")
-    console.print(versions, markup=False, highlight=False)
-    console.print(report.versions["executable"], report.when, markup=False, highlight=False, soft_wrap=True)
+    console.print(Text(versions))
+    console.print(Text(f"{report.versions['executable']} {report.when}"), soft_wrap=True)
     _print_findings(console, "this machine", [finding for finding in report.findings if not finding.path])
     for path in dict.fromkeys(report.paths):
         _print_findings(console, path, [finding for finding in report.findings if finding.path == path])
@@ -84,7 +95,7 @@ def print_report(console: Console, report: Report) -> None:
 
 def _print_findings(console: Console, title: str, findings: Sequence[Finding]) -> None:
     console.print()
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(Text(title, style="bold"), soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(width=4, no_wrap=True)
     table.add_column(width=15, no_wrap=True)
@@ -101,7 +112,7 @@ def print_tested(console: Console, tested: Verdict) -> None:
     """A row for each backend."""
     console.print()
     title = f"self-test of {tested.path}, {tested.seconds:.1f} s"
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(Text(title, style="bold"), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("", "backend"):
         table.add_column(name, no_wrap=True)
@@ -116,7 +127,7 @@ def print_tested(console: Console, tested: Verdict) -> None:
         remarks += [f"{name}: {text}" for text in (trial.error, *trial.notes) if text]
     console.print(table)
     for remark in remarks:
-        console.print(f"> {remark}", markup=False, highlight=False)
+        console.print(Text(f"> {remark}"))
 
 
 def _word(trial: Trial) -> tuple[str, str]:
@@ -135,7 +146,7 @@ def print_summary(console: Console, report: Report, tested: Verdict | None) -> N
     if bad:
         console.print("Training cannot work here:", style=_STYLES["fail"])
         for line in bad:
-            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+            console.print(Text(f"  {line}"), soft_wrap=True)
         return
     counts = {status: sum(f.status == status for f in report.findings) for status in ("warn", "note")}
     console.print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -157,6 +158,9 @@ def doctor(
 @contextmanager
 def _sentences() -> Iterator[None]:
     """Turns expected errors into a sentence on stderr and an exit code: 2 for the configuration, 1 otherwise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # paths hold what no encoding may know
+            stream.reconfigure(errors="backslashreplace")
     try:
         yield
     except (TierzeroError, OSError) as error:
@@ -174,8 +178,18 @@ def describe(error: Exception) -> str:
     """The error's sentence; an operating-system error names its path even where its text does not."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
+    if isinstance(error, FileNotFoundError) and not error.filename and not _has_directory():
+        return "the working directory no longer exists: go to one that does"
     path = f"{error.filename}: " if error.filename and str(error.filename) not in str(error.strerror) else ""
     return f"{path}{error.strerror} [errno {error.errno}]"
+
+
+def _has_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 import tierzero as tz
@@ -72,14 +73,12 @@ def check_disk(config: Config, plan: Plan) -> None:
 
 def print_placement(console: Console, config: Config, task: Task, plan: Plan) -> None:
     """The table of what lives where, what moves per step, and what the drive must hold."""
-    console.print(
-        f"{task.describe()}, {plan.params:,} parameters in {config.train.dtype}", markup=False, soft_wrap=True
-    )
+    console.print(Text(f"{task.describe()}, {plan.params:,} parameters in {config.train.dtype}"), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name, justify in (("", "left"), ("device", "right"), ("host", "right"), ("NVMe", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for row in rows(config, plan):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a path may look like markup
     console.print(table)
     if not plan.native:
         console.print(

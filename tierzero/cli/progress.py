@@ -53,7 +53,7 @@ class PlainView:
         self.first = True
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=True)
 
     phase = say
 
@@ -78,7 +78,7 @@ class LiveView:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[loss]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -86,7 +86,7 @@ class LiveView:
         )
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=True)
 
     def phase(self, text: str) -> None:
         self.console.print(Text(text, style="dim"), soft_wrap=True)

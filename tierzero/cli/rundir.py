@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from tierzero import manifest
+from tierzero import members
 from tierzero.cli.checkpoints import check_same_model
 from tierzero.cli.config import Config
 from tierzero.errors import ConfigError
+from tierzero.manifest import Manifest
 
 FILES = ("metrics.jsonl", "summary.json", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard", "export")
@@ -23,18 +25,23 @@ def holds_run(config: Config) -> bool:
 
 def store_exists(store: Path) -> bool:
     """Whether there is a tierzero store in this directory."""
-    return (store / "manifest.json").exists() or (store / "data.bin").exists()
+    return any(os.path.lexists(store / name) for name in ("manifest.json", "data.bin", members.NAME))
 
 
 def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any] | None:
     """ConfigError when the run would mix with another, has nothing to go on from, or is of another model.
 
-    Touches nothing. With `resume`: the meta data of the snapshot to go on from.
+    Touches nothing. With `resume`: the meta data of the snapshot to go on from. StoreError where a part of a store is
+    not there: it may only be that a drive is not mounted.
     """
     out = config.train.out
+    if overwrite:
+        return None
+    # what lies in the directories comes before any advice to remove it
+    _, found = members.arrange([os.path.abspath(store) for store in config.stores])
     if resume:
-        return _snapshot_meta(config)
-    if holds_run(config) and not overwrite:
+        return _snapshot_meta(config, found)
+    if holds_run(config):
         raise ConfigError(
             f"{out} already holds a run: go on with it by --resume, remove it by --overwrite, "
             "or name another directory with --set train.out=DIR"
@@ -42,11 +49,10 @@ def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any
     return None
 
 
-def _snapshot_meta(config: Config) -> dict[str, Any]:
+def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
     out, store = config.train.out, config.store
     if not holds_run(config):
         raise ConfigError(f"there is nothing to resume in {out}: leave --resume out to start a run there")
-    found = manifest.load(str(store))
     if found is None or found.latest is None:
         raise ConfigError(
             f"there is nothing to resume: the run in {out} has no checkpoint in {store}. "

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tierzero.sizes import format_decimal, format_size
 
@@ -15,13 +16,13 @@ def print_summary(console: Console, summary: dict[str, Any], sample: str, out: P
     """The summary as a table, the sample, and where things are."""
     if sample:
         console.rule("sample", style="dim")
-        console.print(printable(sample), markup=False, highlight=False, soft_wrap=True)
+        console.print(Text(printable(sample)), soft_wrap=True)
         console.rule(style="dim")
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows(summary):
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))
     console.print(table)
-    console.print(f"summary {out / 'summary.json'}, weights {out / 'export'}", markup=False, highlight=False)
+    console.print(Text(f"summary {out / 'summary.json'}, weights {out / 'export'}"))
 
 
 def printable(text: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 _CODE = "from tierzero.doctor.child import main; main()"
 _PR_SET_PDEATHSIG = 1
 _KEPT = 4096  # bytes of stderr
+_DYING = 5.0  # seconds; who waits on a drive that hangs cannot die
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Outcome:
 
 
 class Child:
-    """A call of `target` ("module:function") with JSON-able arguments, in a process that is gone when this is left."""
+    """A call of `target` ("module:function") with JSON-able arguments, in a process that is gone when this is left, or dies as
+    soon as the kernel lets it.
+    """
 
     def __init__(self, target: str, *arguments: Any) -> None:
         self._lines: list[dict[str, Any]] = []
@@ -53,7 +56,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C reaches the parent alone
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(_whole, sys.path)))},
             )
         except OSError as error:
             self._refused = f"could not be started: {error}"
@@ -67,7 +70,8 @@ class Child:
             return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # with what it started
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_DYING)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -121,6 +125,14 @@ class Child:
             self._lines.append(value)
             if heard is not None:
                 heard(value)
+
+
+def _whole(entry: str) -> str:
+    """An entry of sys.path for a process elsewhere; "" where it was the working directory and that is gone."""
+    try:
+        return entry or os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _end(code: int, errors: str) -> str:

@@ -6,12 +6,14 @@ import errno
 import os
 import shlex
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tierzero import profiles
 from tierzero.doctor import direct, filesystems, native
 from tierzero.doctor.finding import Finding, one_line
-from tierzero.drives import Drive
+from tierzero.drives import Drive, drive_of
 from tierzero.sizes import format_size
 
 _LEAST = 64 << 20
@@ -20,30 +22,47 @@ _STORE_BYTES = 28  # per parameter: bf16 weights, float32 master and moments, an
 _FEW_INODES = 64
 
 
-def findings(drive: Drive, gpu: bool) -> list[Finding]:
+def probe(asked: str, gpu: bool) -> Iterator[dict[str, Any]]:
+    """In a child, since any step may hang: the path and disks of the drive, then each finding as it is made."""
+    drive = drive_of(asked)
+    yield {"what": "drive", "path": drive.path, "disks": [vars(disk) for disk in drive.disks]}
+    for finding in findings(drive, gpu):
+        yield {"what": "finding", "finding": vars(finding)}
+
+
+def findings(drive: Drive, gpu: bool) -> Iterator[Finding]:
     """All that can be said about the drive under a path."""
     folder = Path(drive.path)
-    found = []
     if drive.path != os.path.realpath(drive.asked):
         advice = f"{drive.asked} does not exist: the nearest directory that does was looked at"
-        found.append(Finding("path", drive.path, "note", advice, drive.path, {"asked": drive.asked}))
-    found.append(filesystems.file_system(drive))
-    found += filesystems.mount_options(drive)
-    found.append(filesystems.disks(drive))
-    if folder.is_dir():
-        tried = direct.try_direct(folder)
-        found += [writable(tried, drive.path), direct.finding(tried, drive.path)]
-        if not tried.unwritable:
-            found.append(native.engine_on(drive.path))
-    else:
-        advice = "a store is a directory: give one, or the directory that this file lies in"
-        found.append(Finding("writable", "not a directory", "fail", advice, drive.path))
-    found += room(drive)
+        yield Finding("path", drive.path, "note", advice, drive.path, {"asked": drive.asked})
+    yield filesystems.file_system(drive)
+    yield from filesystems.mount_options(drive)
+    yield filesystems.disks(drive)
+    yield from room(drive)
     refused = filesystems.gpudirect_mount(drive, gpu)
     if refused is not None:
-        found.append(refused)
-    found.append(profile(drive))
-    return found
+        yield refused
+    yield profile(drive)
+    if folder.is_dir():  # last, what a drive may never answer
+        tried = direct.try_direct(folder)
+        yield writable(tried, drive.path)
+        yield direct.finding(tried, drive.path)
+        if not tried.unwritable:
+            yield native.engine_on(drive.path)
+    else:
+        advice = "a store is a directory: give one, or the directory that this file lies in"
+        yield Finding("writable", "not a directory", "fail", advice, drive.path)
+
+
+def silent(path: str, ended: str, seconds: float) -> Finding:
+    """What became of a path whose `probe` came to no end; `ended` is the clause that says how."""
+    if "did not answer" in ended:
+        value = f"the file system did not answer within {seconds:.0f} s"
+        advice = "it is frozen, its server is away or the drive is failing: see dmesg, or choose another directory"
+        return Finding("path", value, "fail", advice, path, {"silent": True})
+    advice = "run tierzero doctor there again, and report it if that happens again"
+    return Finding("path", f"the process that looked at it {ended}", "fail", advice, path, {"silent": True})
 
 
 def writable(tried: direct.Direct, path: str) -> Finding:
@@ -96,6 +115,11 @@ def room_of(path: str, free: int, total: int, inodes: int, all_inodes: int) -> l
 
 def profile(drive: Drive) -> Finding:
     """What `tierzero bench nvme` measured here, if it did."""
+    try:
+        profiles.directory()
+    except OSError as error:
+        advice = "set TIERZERO_PROFILES to a directory, for tierzero bench nvme and for training"
+        return Finding("profile", f"none: {error.strerror}", "note", advice, drive.path)
     missing = f"no profile: run tierzero bench nvme {shlex.quote(drive.path)}"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -11,7 +11,9 @@ from typing import Any
 from tierzero.doctor import gpudirect, libraries, limits, machine, native, paths
 from tierzero.doctor.child import Child
 from tierzero.doctor.finding import Finding
-from tierzero.drives import drive_of
+from tierzero.drives import Disk, Drive
+
+SILENCE = 20.0  # seconds; a drive that takes longer to make a small file is of no use
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,30 @@ class Report:
 def examine(asked: Sequence[str | os.PathLike[str]]) -> Report:
     """Look at this machine and at the drives under `asked`. Takes as long as importing torch."""
     found_versions = libraries.versions()
-    drives = [drive_of(path) for path in dict.fromkeys(os.fspath(path) for path in asked)]
     with Child("tierzero.doctor.libraries:torch_probe") as torch, Child("tierzero.doctor.gpudirect:probe") as direct:
-        found = [machine.kernel(), machine.processor(), machine.numa(drives), machine.memory()]
-        found += [machine.swap(), machine.overcommit(), *limits.findings(), *native.findings()]
+        found = [machine.memory(), machine.swap(), machine.overcommit(), *limits.findings(), *native.findings()]
         outcome = torch.listen(libraries.SILENCE)
         cuda = outcome.last("cuda")
         gpu = bool(cuda and cuda["devices"])
-        found += [libraries.packages(found_versions), *libraries.torch_findings(outcome)]
-        found.append(gpudirect.finding(direct.listen(gpudirect.SILENCE), gpu))
-    for drive in drives:
-        found += paths.findings(drive, gpu)
+        more = [libraries.packages(found_versions), *libraries.torch_findings(outcome)]
+        more.append(gpudirect.finding(direct.listen(gpudirect.SILENCE), gpu))
+    drives, there = [], []
+    for path in dict.fromkeys(os.fspath(path) for path in asked):
+        drive, about = _look(path, gpu)
+        drives.append(drive)
+        there += about
+    found = [machine.kernel(), machine.processor(), machine.numa(drives), *found, *more, *there]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Report(when, found_versions, tuple(drive.path for drive in drives), tuple(found))
+
+
+def _look(path: str, gpu: bool) -> tuple[Drive, list[Finding]]:
+    """The drive under a path, as far as it is told, and what was found; in a child, which may hang with the drive."""
+    with Child("tierzero.doctor.paths:probe", path, gpu) as child:
+        outcome = child.listen(SILENCE)
+    told = outcome.last("drive") or {"path": path, "disks": []}
+    drive = Drive(path, told["path"], None, (), tuple(Disk(**disk) for disk in told["disks"]))
+    found = [Finding(**line["finding"]) for line in outcome.lines if line["what"] == "finding"]
+    if outcome.ended:
+        found.append(paths.silent(drive.path, outcome.ended, SILENCE))
+    return drive, found

@@ -1,16 +1,19 @@
 """`tierzero doctor --selftest`: every backend writes, reads and verifies on a path, in a directory of its own that is
-removed whatever happens.
+removed however this process ends, except by a signal that it cannot see; the next self-test there removes it then.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tierzero.doctor.child import Child
@@ -28,6 +31,7 @@ TARGET = "tierzero.doctor.backends:run"
 OPTIONAL = ("gpudirect",)
 SECONDS = 26.0  # for the child, torch's import included; the rest is for starting it and cleaning up
 SILENCE = 45.0
+_PREFIX = ".tierzero-selftest-"
 _LEAST = 96 << 20  # bytes free: the records, and a little for the large passes
 
 
@@ -92,14 +96,43 @@ def selftest(
     free = shutil.disk_usage(base).free
     if free < _LEAST:
         raise OSError(errno.ENOSPC, f"the self-test needs {_LEAST >> 20} MiB, {free >> 20} MiB are free", str(base))
-    folder = tempfile.mkdtemp(prefix=".tierzero-selftest-", dir=base)  # new, so nothing that exists is touched
+    remove_stale(base)
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base)  # new, so nothing that exists is touched
+    held = _hold(folder)
     try:
         trials = _run(folder, start + seconds, silence, (free - _LEAST) // 2, heard)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
     if os.path.lexists(folder):
         trials.append(Trial("cleaning up", False, f"{folder} could not be removed: delete it"))
     return Verdict(str(base), tuple(trials), time.monotonic() - start)
+
+
+def _hold(folder: str) -> int:
+    """A descriptor whose lock says that the folder is in use; the kernel drops it however this process ends."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with suppress(OSError):  # without locks, nobody removes it for us
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return held
+
+
+def remove_stale(base: Path) -> None:
+    """Remove the directories of self-tests in `base` whose process was killed: nobody holds them, and their process is
+    gone from this machine. Those of other users stay.
+    """
+    for entry in base.glob(f"{_PREFIX}*"):
+        pid, dash, _ = entry.name.removeprefix(_PREFIX).partition("-")
+        if not dash or not pid.isdecimal() or os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self"):
+            continue
+        with suppress(OSError):
+            held = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(held).st_uid == os.getuid():
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(entry, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def _run(folder: str, end: float, silence: float, most: int, heard: Callable[[str], None]) -> list[Trial]:

@@ -43,12 +43,12 @@ def unit_norms(unit: Unit) -> list[float]:
         return [0.0] * len(grads)
     if unit.norming is not None and not unit.norming.done():
         unit.owner.run(asyncio.wait([unit.norming]))
-    version = unit.grad_block.tensor._version
     present = tuple(grad is not None for grad in grads)
-    if unit.norms is None or unit.touched or unit.norms[0] != (version, present):
+    of = (unit.grad_block.tensor._version, present, tuple(unit.unscaled))
+    if unit.norms is None or unit.touched or unit.norms[0] != of:
         tensors = [_unscaled(unit, index, grad) for index, grad in enumerate(grads) if grad is not None]
         values = iter(_norms(tensors))
-        unit.norms = (version, present), [next(values) if there else 0.0 for there in present]
+        unit.norms = of, [next(values) if there else 0.0 for there in present]
     return unit.norms[1]
 
 
@@ -66,6 +66,7 @@ def begin_norms(unit: Unit) -> None:
         return
     unit.normed = block._version
     present = tuple(rest.grad is not None for rest in unit.rest)
+    as_is = (1.0,) * len(present)
     tensors = [
         view.reshape(-1) for view, there in zip(unit.grad_views, present, strict=True) if there and view is not None
     ]
@@ -78,7 +79,7 @@ def begin_norms(unit: Unit) -> None:
         version, values = await asyncio.get_running_loop().run_in_executor(None, compute)
         if block._version == version and not unit.touched:
             each = iter(values)
-            unit.norms = (version, present), [next(each) if there else 0.0 for there in present]
+            unit.norms = (version, present, as_is), [next(each) if there else 0.0 for there in present]
 
     def start() -> None:
         unit.norming = asyncio.ensure_future(work())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from tierzero import cgroup
-from tierzero.directory import check_apart
+from tierzero.directory import check_apart, listed
 from tierzero.errors import ConfigError
 from tierzero.sizes import parse_size
 
@@ -45,18 +47,17 @@ class Tiers:
     def directories(self) -> list[Path]:
         """The store's directories, one per drive; none without NVMe.
 
-        ConfigError for an empty list, StoreError for directories that are the same or inside each other.
+        ConfigError for an empty list and for what is no path, StoreError for directories that are the same or inside each other.
         """
         if self.nvme is None:
             return []
-        if isinstance(self.nvme, str | os.PathLike):
-            return [Path(self.nvme)]
-        paths = [Path(path) for path in self.nvme]
+        paths = [Path(path) for path in listed(self.nvme)]
         if not paths:
             raise ConfigError(
                 "nvme=[] names no directory: give at least one, or None to keep everything in host memory"
             )
-        check_apart(paths)
+        if len(paths) > 1:
+            check_apart(paths)
         return paths
 
     def rated_bytes(self) -> int | None:
@@ -99,7 +100,7 @@ class Tiers:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
         else:
-            free, total = psutil.virtual_memory().available, memory_limit()
+            free, total = _memory().available, memory_limit()
         if self.device == "auto":
             return int(min(free, total) * AUTO_DEVICE_SHARE)
         return _size(self.device, total, "device")
@@ -110,11 +111,11 @@ class Tiers:
             return None
         try:
             depth = int(self.prefetch)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             depth = -1
-        if isinstance(self.prefetch, bool | float) or depth < 0:
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, Integral | str) or depth < 0:
             raise ConfigError(
-                f'prefetch={self.prefetch!r} is not a depth; use "auto" or how many units to fetch ahead, 0 or more'
+                f'prefetch={repr(self.prefetch)[:80]} is not a depth; use "auto" or how many units to fetch ahead, 0 or more'
             )
         return depth
 
@@ -137,8 +138,17 @@ def _size(value: int | float | str, of: int, what: str) -> int:
         raise ConfigError(str(error)) from error
 
 
+def _memory() -> Any:
+    try:
+        return psutil.virtual_memory()
+    except OSError as error:
+        raise ConfigError(
+            f"how much memory there is cannot be told ({error.filename or '/proc/meminfo'}: {error.strerror}): mount /proc"
+        ) from error
+
+
 def memory_limit() -> int:
     """Bytes of memory this process may use: the machine's, or its control groups' limit where that is lower."""
-    total = int(psutil.virtual_memory().total)
+    total = int(_memory().total)
     limit = cgroup.memory_limit()
     return total if limit is None else min(total, limit)
