@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tierzero import placement as placements
 from tierzero.errors import BudgetError
+from tierzero.fit import Fit, fit
 from tierzero.layout import (
     CHUNK_ALIGN,
     CHUNK_MAX,
@@ -28,6 +30,7 @@ from tierzero.layout import (
     unit_layout,
 )
 from tierzero.placement import IO_BYTES, MIN_SLOTS, UnitSize, device_needs
+from tierzero.state_format import PLAIN, StateFormat
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "int64": 8, "float64": 8, "uint8": 1}
 shapes = st.one_of(
@@ -263,3 +266,33 @@ def test_chunk_does_not_depend_on_budgets() -> None:
         for native in (True, False)
     }
     assert len(chunks) == 1
+
+
+@given(models(), flags, st.integers(0, 1 << 25), st.sampled_from(["f32", "bf16", "u8"]), st.booleans(), st.booleans())
+def test_formats_fit(
+    sizes: list[UnitSize], kind: tuple[int, bool, bool], extra: int, moments: Any, split: bool, amsgrad: bool
+) -> None:
+    """float32 states fit as they were placed, others within the budget; too small a one names one that works."""
+    drives, native, cuda = kind
+    with pytest.raises(BudgetError) as caught:
+        placements.place(sizes, host=-1, device=1 << 60, drives=drives, native=native, cuda=cuda)
+    host = needs(caught.value) + extra
+    placement = placements.place(sizes, host=host, device=1 << 60, drives=drives, native=native, cuda=cuda)
+    layouts = [unit.layout for unit in sizes]
+
+    def fitted(wanted: StateFormat, host: int) -> Fit:
+        return fit(wanted, layouts, placement, placement.param_host, host, nvme=drives > 0)
+
+    plain = fitted(PLAIN, host)
+    assert plain.host_needed == placement.host_needed
+    assert plain.state_host == placement.state_host
+    wanted = StateFormat("split" if split else "f32", moments, amsgrad)
+    try:
+        found = fitted(wanted, host)
+    except BudgetError as error:
+        assert amsgrad or split
+        host = int(str(error).split("at least ")[1].split()[0])
+        found = fitted(wanted, host)
+    assert found.host_needed <= host
+    assert all(before or not there for before, there in zip(placement.state_host, found.state_host, strict=True))
+    assert drives or found.state_host == placement.state_host

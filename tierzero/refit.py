@@ -52,8 +52,8 @@ class States:
             )
         self.fit = self._fit(format, cached)
         if format != PLAIN:
-            engine.streamed = self.streamed()
             self.make_room()
+            engine.streamed = self.streamed()
         engine.homes.format = format
         for unit in engine.units:
             unit.state_host = self.fit.state_host[unit.uid]
@@ -94,8 +94,6 @@ class States:
         stepper = work = None
         if NATIVE is not None and fitted.update_bytes:
             buffers = self._block(fitted.update_bytes, "chunk buffers of the optimizer step")
-            if engine.store is not None:
-                engine.io.register(buffers.tensor)  # all that the step transfers goes through them
             chunk = engine.placement.chunk
             stepper = NATIVE.Stepper(engine.io.native, buffers.tensor, chunk, format=fitted.widest.native)
             engine._undo.append(stepper.close)
@@ -113,4 +111,6 @@ class States:
             if block is not None:
                 block.free()
             block = self._buffers = engine.homes.share.block(nbytes, what)
+            if NATIVE is not None and engine.store is not None:
+                engine.io.register(block.tensor)  # all that the step transfers goes through them
         return block
