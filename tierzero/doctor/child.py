@@ -40,8 +40,8 @@ class Outcome:
 
 
 class Child:
-    """A call of `target` ("module:function") with JSON-able arguments, in a process that is gone when this is left, or dies as
-    soon as the kernel lets it.
+    """A call of `target` ("module:function") with JSON-able arguments, in a process that is gone when this is left, or
+    dies as soon as the kernel lets it.
     """
 
     def __init__(self, target: str, *arguments: Any) -> None:
