@@ -29,7 +29,7 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
     image, path = tmp_path / "image", tmp_path / "frozen"
     path.mkdir()
     with image.open("wb") as file:
-        file.truncate(64 << 20)
+        file.truncate(320 << 20)
     try:
         for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
             if subprocess.run(command, capture_output=True, check=False).returncode:
@@ -43,7 +43,8 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
             yield path
         finally:
             subprocess.run(["fsfreeze", "-u", str(path)], check=True)
-            time.sleep(0.2)  # who waited for it goes
+            time.sleep(0.5)  # who waited for it goes
+            assert os.listdir(path) == ["lost+found"]
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
 

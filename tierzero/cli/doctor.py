@@ -149,6 +149,4 @@ def print_summary(console: Console, report: Report, tested: Verdict | None) -> N
             console.print(Text(f"  {line}"), soft_wrap=True)
         return
     counts = {status: sum(f.status == status for f in report.findings) for status in ("warn", "note")}
-    console.print(
-        f"Training works here. Warnings: {counts['warn']}, notes: {counts['note']}.", highlight=False, soft_wrap=True
-    )
+    console.print(Text(f"Training works here. Warnings: {counts['warn']}, notes: {counts['note']}."), soft_wrap=True)
