@@ -41,7 +41,7 @@ def run(paths: Sequence[Path], tested_path: Path | None, *, as_json: bool) -> in
         if tested_path is not None:
             try:
                 _check_answers(report, asked, tested_path)
-                tested = selftest(tested_path, heard=lambda backend: status.update(f"self-test: {backend}"))
+                tested = selftest(tested_path, heard=lambda backend: status.update(Text(f"self-test: {backend}")))
             except OSError as error:  # what was found out until here is still to be printed
                 tested = Verdict(str(tested_path), (Trial("beginning", False, describe(error)),), 0.0)
     ok = not report.failed and (tested is None or tested.ok)
