@@ -160,3 +160,30 @@ def test_any_setting_loads_or_raises_a_sentence(text: str) -> None:
 def test_any_value_loads_or_names_its_key(key: str, value: str) -> None:
     said = outcome(f"{key}={value}")
     assert said is None or key.partition(".")[2] in said
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "tiers.nvme_tbw=[]",
+        "tiers.nvme_tbw={a = 1}",
+        "tiers.host=[1]",
+        "tiers.device={}",
+        "tiers.prefetch=[]",
+        "tiers.prefetch=inf",
+        'tiers.nvme=[ "a"',
+        "tiers.nvme=[a, b]",
+        "tiers.nvme=[[[[" + "[" * 100_000,
+        'tiers.nvme=["a\\u0000b"]',
+        "tiers.nvme=a\0b",
+        'tiers.nvme=[["a"], ["b"]]',
+        "train.out=a\0b",
+        "data.path=a\0b",
+        "model.path=~nosuchuser/x",
+    ],
+    ids=lambda setting: repr(setting)[:24].replace("\0", "0"),
+)
+def test_values_of_odd_kinds_are_a_sentence(setting: str) -> None:
+    said = problem(setting)
+    assert setting.partition("=")[0] in said
+    assert len(said) < 2000

@@ -160,3 +160,9 @@ def test_a_driver_without_a_cuda_build(tree: Tree) -> None:
     tree.file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module 580.65.06 Release\nGCC x")
     found = libraries.torch_findings(Outcome([{**TORCH, "cuda": None}, {**NONE, "error": ""}], ""), tree.root)
     assert (found[-1].status, found[-1].value) == ("warn", "unused, driver 580.65.06")
+
+
+def test_a_library_that_ends_the_process_early_is_told_in_a_clause() -> None:
+    """`import torch` may call exit(0)."""
+    (found,) = libraries.torch_findings(Outcome([], ""))
+    assert found.value == "cannot be imported: the import ended early, with exit code 0"

@@ -281,6 +281,29 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_killed_selftest_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        process.wait()
+    dead, alive = tmp_path / f".tierzero-selftest-{process.pid}-abc", tmp_path / f".tierzero-selftest-{os.getpid()}-abc"
+    odd = [".tierzero-selftest-", ".tierzero-selftest-x-y", f"selftest-{process.pid}-z"]
+    others = [tmp_path / name for name in odd]
+    for path in (dead, alive, *others):
+        (path / "deep").mkdir(parents=True)
+        (path / "deep" / "uring").write_bytes(b"x")
+    link = tmp_path / f".tierzero-selftest-{process.pid}-link"
+    link.symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    held = module._hold(str(dead))
+    module.remove_stale(tmp_path)
+    assert dead.exists()  # somebody in another container holds it
+    os.close(held)
+    monkeypatch.setattr(module, "TARGET", "tierzero.doctor.nothing:here")
+    selftest(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, link.name, "mine", *odd}
+    assert (tmp_path / "mine" / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_it_leaves_nothing(number: int, code: int, tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from itertools import permutations
 from pathlib import Path
 
@@ -328,3 +329,18 @@ def test_directories_that_are_not_apart(tmp_path: Path) -> None:
     for pair in ([where[0], f"{where[0]}/in/side"], [f"{link}/inside", where[0]], [tmp_path, where[1]]):
         with pytest.raises(StoreError, match="lies inside"):
             check_apart(pair)
+
+
+def test_one_directory_under_two_names(tmp_path: Path) -> None:
+    one, two = directories(tmp_path, 2)
+    try:
+        mounted = subprocess.run(["mount", "--bind", one, two], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount command here")
+    if mounted.returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        with pytest.raises(StoreError, match="given twice"):
+            check_apart([one, two])
+    finally:
+        subprocess.run(["umount", "-l", two], check=True)

@@ -296,7 +296,7 @@ def test_a_crash_in_one_directory_vouches_for_no_other(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_which_no_file_can_be_made() -> None:
-    with pytest.raises(StoreError, match="cannot lock /proc/self/lock|read-only"):
+    with pytest.raises(StoreError, match=r"cannot lock .*Use a directory|is read-only"):
         Store("/proc/self")
 
 

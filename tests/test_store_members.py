@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from stores import contents, crash
 
 import tierzero.store
 from tierzero.errors import StoreBusyError, StoreCorruptError, StoreError
@@ -254,3 +255,32 @@ def test_a_failing_commit_keeps_the_one_before(tmp_path: Path, engine: Any) -> N
     again = Store(where, engine=engine, resume="s")
     asyncio.run(check(again, records))
     again.close()
+
+
+@needs_native
+def test_a_manifest_is_missed_from_the_first_commit_on_and_not_before(tmp_path: Path, engine: Any) -> None:
+    where = drives(tmp_path, 3)
+    for _ in range(2):  # killed before its first commit, a run starts again by itself
+        store = Store(where, engine=engine)
+        asyncio.run(store.put("a", some(3 * STRIPE)))
+        crash(store)
+    store = Store(where, engine=engine)
+    asyncio.run(store.put("a", some(3 * STRIPE)))
+    asyncio.run(store.snapshot("s", {}))
+    store.close()
+    kept = (where[0] / "manifest.json").read_bytes()
+    os.unlink(where[0] / "manifest.json")
+    before = [contents(path) for path in where]
+    for given in (where, where[::-1]):
+        for resume in (False, True):
+            with pytest.raises(StoreCorruptError, match=r"manifest\.json is gone.*overwrite=True"):
+                Store(given, engine=engine, resume=resume)
+    assert [contents(path) for path in where] == before
+    (where[0] / "manifest.json").write_bytes(kept)
+    store = Store(where, engine=engine, resume=True)
+    asyncio.run(check(store, {"a": some(3 * STRIPE)}))
+    asyncio.run(store.snapshot("t", {}))
+    store.close()
+    os.unlink(where[0] / "manifest.json")
+    Store(where, engine=engine, overwrite=True).close()
+    assert names(where) == [[], [], []]

@@ -24,8 +24,8 @@ def listed(directories: object) -> list[str | os.PathLike[str]]:
         wanted = list(directories)
     else:  # a set has no order, and an iterator is empty the second time
         raise ConfigError(
-            f"nvme={repr(directories)[:80]} is neither a path nor a list of paths: give the store's directory, or a list "
-            "with one on each drive"
+            f"nvme={repr(directories)[:80]} is neither a path nor a list of paths: give the store's directory, or a "
+            "list with one on each drive"
         )
     for one in wanted:
         text = os.fspath(one) if isinstance(one, str | os.PathLike) else None

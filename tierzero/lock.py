@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 
 from tierzero.errors import StoreBusyError, StoreError
 
-
 _LATEST = 1e11  # seconds since the epoch; a later start is no date that can be printed
 
 
@@ -138,7 +137,8 @@ class DirectoryLock:
         # a crash may come before the text is written, and after a power failure it can be zeros
         if not holder.pid and self._before.strip(b"\0"):
             raise StoreError(
-                f"{self.path} is a file that no store wrote, so it was left alone: move it away, or use another directory"
+                f"{self.path} is a file that no store wrote, so it was left alone: move it away, or use another "
+                "directory"
             )
         return holder
 

@@ -237,9 +237,9 @@ def _check_nothing_at_stake(members: dict[str, Member | None]) -> None:
     for directory, member in members.items():
         if member is not None and member.index == 0 and member.committed:
             raise StoreCorruptError(
-                f"{directory} is member 0 of {member.layout.count} of a striped store with a snapshot, but its manifest "
-                f"{os.path.join(directory, manifests.NAME)} is gone. Nothing was deleted: put a copy of it back, or "
-                "give the store up with overwrite=True"
+                f"{directory} is member 0 of {member.layout.count} of a striped store with a snapshot, but its "
+                f"manifest {os.path.join(directory, manifests.NAME)} is gone. Nothing was deleted: put a copy "
+                "of it back, or give the store up with overwrite=True"
             )
     for directory, member in members.items():
         # never "overwrite" here: the snapshot is whole, on a drive that is not mounted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from numbers import Rational, Real
+from numbers import Integral, Real
+from typing import Any
 
 _UNITS = {
     "": 1,
@@ -37,17 +38,23 @@ def parse_size(value: int | float | str, *, of: int | None = None, what: str = "
     Raises ValueError with a sentence for anything else, for negative sizes and for `%` where there is nothing to take
     it of.
     """
-    if isinstance(value, bool) or not isinstance(value, Real | str):
+    given: Any = value  # which the caller's types may not say
+    if isinstance(given, bool) or not isinstance(given, str | Real):
         raise ValueError(
-            f'{what} must be a size in bytes such as 64MiB, got {repr(value)[:80]}; write a number or a string like "2GiB"'
+            f"{what} must be a size in bytes such as 64MiB, got {repr(value)[:80]}; "
+            'write a number or a string like "2GiB"'
         )
-    if isinstance(value, Real):  # NumPy's numbers and fractions too
-        if value != value or value in (float("inf"), float("-inf")) or value < 0:
+    if not isinstance(given, str):
+        try:
+            count: int | float = int(given) if isinstance(given, Integral) else float(given)  # of NumPy and others too
+        except OverflowError:
+            count = _TOO_MANY + 1
+        if count != count or count in (float("inf"), float("-inf")) or count < 0:
             raise ValueError(f"{what} must be a size of zero bytes or more, got {value!r}")
-        if value > _TOO_MANY:
+        if count > _TOO_MANY:
             raise ValueError(f"{what} is more bytes than can be counted")
-        return int(value) if isinstance(value, Rational) else int(float(value))
-    match = _PATTERN.fullmatch(value)
+        return int(count)
+    match = _PATTERN.fullmatch(given)
     if match is None:
         raise ValueError(
             f'{what} {value!r} is not a size; write bytes or a number with a unit, such as "64MiB", "1.5GB" or "5e7"'

@@ -39,7 +39,7 @@ def check_directory(path: Path) -> None:
 
 def answer(path: str) -> Iterator[dict[str, Any]]:
     """In a child: write a page on the drive and say so. Whatever else is wrong there shows when it is measured."""
-    fd = _nameless(Path(path))
+    fd = nameless(Path(path))
     try:
         os.pwrite(fd, bytes(4096), 0)
         os.fsync(fd)
@@ -87,7 +87,7 @@ class Scratch:
         self.file: Any = None
         try:
             for path in paths:
-                self._fds.append(_nameless(path))
+                self._fds.append(nameless(path))
             striped = {} if len(paths) == 1 else {"weights": list(weights), "stripe": STRIPE}
             names = self.fd_paths
             self.file = native().File(names if striped else names[0], create=False, **striped)
@@ -123,7 +123,7 @@ class Scratch:
         self.close()
 
 
-def _nameless(directory: Path) -> int:
+def nameless(directory: Path) -> int:
     """The descriptor of a new file without a name in `directory`."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:

@@ -41,7 +41,7 @@ def run(paths: Sequence[Path], tested_path: Path | None, *, as_json: bool) -> in
         if tested_path is not None:
             try:
                 _check_answers(report, asked, tested_path)
-                tested = selftest(tested_path, heard=lambda backend: status.update(f"self-test: {backend}"))
+                tested = selftest(tested_path, heard=lambda backend: status.update(Text(f"self-test: {backend}")))
             except OSError as error:  # what was found out until here is still to be printed
                 tested = Verdict(str(tested_path), (Trial("beginning", False, describe(error)),), 0.0)
     ok = not report.failed and (tested is None or tested.ok)
@@ -149,6 +149,4 @@ def print_summary(console: Console, report: Report, tested: Verdict | None) -> N
             console.print(Text(f"  {line}"), soft_wrap=True)
         return
     counts = {status: sum(f.status == status for f in report.findings) for status in ("warn", "note")}
-    console.print(
-        f"Training works here. Warnings: {counts['warn']}, notes: {counts['note']}.", highlight=False, soft_wrap=True
-    )
+    console.print(Text(f"Training works here. Warnings: {counts['warn']}, notes: {counts['note']}."), soft_wrap=True)

@@ -162,6 +162,8 @@ def _sentences() -> Iterator[None]:
         if isinstance(stream, io.TextIOWrapper):  # paths hold what no encoding may know
             stream.reconfigure(errors="backslashreplace")
     try:
+        if not _has_directory():  # torch's libraries do not even load there
+            raise ConfigError("the working directory no longer exists: go to one that does")
         yield
     except (TierzeroError, OSError) as error:
         if os.environ.get("TIERZERO_DEBUG", "") not in ("", "0"):
@@ -178,8 +180,6 @@ def describe(error: Exception) -> str:
     """The error's sentence; an operating-system error names its path even where its text does not."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
-    if isinstance(error, FileNotFoundError) and not error.filename and not _has_directory():
-        return "the working directory no longer exists: go to one that does"
     path = f"{error.filename}: " if error.filename and str(error.filename) not in str(error.strerror) else ""
     return f"{path}{error.strerror} [errno {error.errno}]"
 

@@ -34,14 +34,19 @@ class Outcome:
     lines: list[dict[str, Any]]
     ended: str
 
+    @property
+    def end(self) -> str:
+        """`ended`, for one that should have said more than it did: never empty."""
+        return self.ended or "ended early, with exit code 0"
+
     def last(self, what: str) -> dict[str, Any] | None:
         """The last line whose "what" is this."""
         return next((line for line in reversed(self.lines) if line.get("what") == what), None)
 
 
 class Child:
-    """A call of `target` ("module:function") with JSON-able arguments, in a process that is gone when this is left, or dies as
-    soon as the kernel lets it.
+    """A call of `target` ("module:function") with JSON-able arguments, in a process that is gone when this is left, or
+    dies as soon as the kernel lets it.
     """
 
     def __init__(self, target: str, *arguments: Any) -> None:

@@ -6,11 +6,10 @@ import ctypes
 import errno
 import mmap
 import os
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierzero.bench.scratch import nameless
 from tierzero.doctor.finding import Finding
 
 _AT_FDCWD, _STATX_DIOALIGN = -100, 0x2000
@@ -35,21 +34,18 @@ class Direct:
 
 
 def try_direct(folder: Path) -> Direct:
-    """Write and read a file of 8 KiB in `folder`, and remove it."""
-    name = ""
+    """Write and read a file of 8 KiB in `folder` that has no name, so that nothing is left however this ends."""
     try:
-        handle, name = tempfile.mkstemp(prefix=".tierzero-doctor-", dir=folder)
+        handle = nameless(folder)
+    except OSError as error:
+        return Direct(error, unwritable=True)
+    try:
         try:
             os.posix_fallocate(handle, 0, 2 * _PAGE)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-        finally:
-            os.close(handle)
-    except OSError as error:
-        _remove(name)
-        return Direct(error, unwritable=True)
-    try:
+                return Direct(error, unwritable=True)
+        name = f"/proc/self/fd/{handle}"
         told = dio_align(name)
         offset = _round_trips(name)
         if told is None:
@@ -58,13 +54,7 @@ def try_direct(folder: Path) -> Direct:
     except OSError as error:
         return Direct(error)
     finally:
-        _remove(name)
-
-
-def _remove(name: str) -> None:
-    if name:
-        with suppress(OSError):
-            os.unlink(name)
+        os.close(handle)
 
 
 def _round_trips(name: str) -> int:

@@ -111,7 +111,7 @@ def torch_findings(outcome: Outcome, root: Path = Path("/")) -> list[Finding]:
     torch = outcome.last("torch")
     if torch is None:
         advice = "pip install torch; training cannot work without it"
-        return [Finding("torch", f"cannot be imported: the import {outcome.ended}", "fail", advice)]
+        return [Finding("torch", f"cannot be imported: the import {outcome.end}", "fail", advice)]
     value = f"{torch['version']}, {torch['threads']} threads, kernels for {torch['capability']}"
     numbers = [int(part) if part.isdigit() else 0 for part in str(torch["version"]).split("+")[0].split(".")[:2]]
     if tuple(numbers) < _OLDEST_TORCH:
@@ -138,7 +138,7 @@ def cuda_findings(outcome: Outcome, torch: dict[str, Any], root: Path) -> list[F
     behind = f"driver {driver}" if driver else "no NVIDIA driver"
     if state is None:
         advice = "PyTorch itself cannot use this GPU: check nvidia-smi and dmesg, or set CUDA_VISIBLE_DEVICES=''"
-        return [Finding("CUDA", f"trying it {outcome.ended} ({behind})", "warn", advice, facts=facts)]
+        return [Finding("CUDA", f"trying it {outcome.end} ({behind})", "warn", advice, facts=facts)]
     if not state["devices"]:
         if torch["cuda"] is None and not driver:
             advice = "the CPU computes; for a GPU install its driver and a CUDA build of torch"
@@ -157,7 +157,7 @@ def cuda_findings(outcome: Outcome, torch: dict[str, Any], root: Path) -> list[F
     pinned = outcome.last("pinned")
     if pinned is None:
         advice = "page-locked host memory kills the process: update the driver; see dmesg"
-        found.append(Finding("pinned memory", f"trying it {outcome.ended}", "warn", advice))
+        found.append(Finding("pinned memory", f"trying it {outcome.end}", "warn", advice))
     elif pinned["error"]:
         advice = "copies to the GPU will not overlap: free memory, raise memlock (and the memory of the VM or WSL)"
         found.append(Finding("pinned memory", pinned["error"], "warn", advice, facts=pinned))

@@ -47,7 +47,8 @@ class Tiers:
     def directories(self) -> list[Path]:
         """The store's directories, one per drive; none without NVMe.
 
-        ConfigError for an empty list and for what is no path, StoreError for directories that are the same or inside each other.
+        ConfigError for an empty list and for what is no path, StoreError for directories that are the same or inside
+        each other.
         """
         if self.nvme is None:
             return []
@@ -115,7 +116,8 @@ class Tiers:
             depth = -1
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, Integral | str) or depth < 0:
             raise ConfigError(
-                f'prefetch={repr(self.prefetch)[:80]} is not a depth; use "auto" or how many units to fetch ahead, 0 or more'
+                f'prefetch={repr(self.prefetch)[:80]} is not a depth; use "auto" or how many units to fetch ahead, '
+                "0 or more"
             )
         return depth
 
@@ -143,7 +145,8 @@ def _memory() -> Any:
         return psutil.virtual_memory()
     except OSError as error:
         raise ConfigError(
-            f"how much memory there is cannot be told ({error.filename or '/proc/meminfo'}: {error.strerror}): mount /proc"
+            f"how much memory there is cannot be told ({error.filename or '/proc/meminfo'}: {error.strerror}): "
+            "mount /proc"
         ) from error
 
 
