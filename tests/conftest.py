@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -66,9 +67,12 @@ def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]
     files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     engines = set(map(id, tierzero.engine.ENGINES))
     yield
-    gc.collect()
-    gc.collect()  # what finalizers of the first pass let go of
-    left = [engine for engine in tierzero.engine.ENGINES if id(engine) not in engines and not engine.closed]
+    for _ in range(500):  # what the loop's thread has still to do keeps an engine for a moment
+        gc.collect()
+        left = [engine for engine in tierzero.engine.ENGINES if id(engine) not in engines and not engine.closed]
+        if not left:
+            break
+        time.sleep(0.01)
     for engine in left:
         engine.close()
     if request.node.stash.get(FAILED, False):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -282,3 +285,13 @@ def check(
             ) as run:
                 train_both([(where, run)], fresh, steps, **options)
                 assert_same(run, fresh, where)
+
+
+def collected(*dead: weakref.ref[Any]) -> bool:
+    """Whether all of `dead` go away, once the loop's thread has done what it has to do."""
+    for _ in range(500):
+        gc.collect()
+        if all(ref() is None for ref in dead):
+            return True
+        time.sleep(0.01)
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Block, Net
-from oracle import assert_same, batches, loss_of, make, same, tiers_for, train_both
+from oracle import assert_same, batches, collected, loss_of, make, same, tiers_for, train_both
 from pairs import pair
 from torch import nn
 
@@ -171,5 +170,4 @@ def test_dropping_a_model_without_close(tmp_path: Path) -> None:
     tz.synchronize(model)
     gone = weakref.ref(model)
     del model, optimizer
-    gc.collect()
-    assert gone() is None
+    assert collected(gone)

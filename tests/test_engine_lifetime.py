@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from models import Net
-from oracle import PLACEMENTS, Plain, Tiered, batches, loss_of, make, tiered, tiers_for, train_both
+from oracle import PLACEMENTS, Plain, Tiered, batches, collected, loss_of, make, tiered, tiers_for, train_both
 from torch import nn
 
 import tierzero as tz
@@ -49,9 +49,7 @@ def test_nothing_keeps_the_model(closed: bool, placement: str, tmp_path: Path) -
         tz.close(model)
     dead = [weakref.ref(thing) for thing in (model, run.optimizer, run.engine, model.layers[0], run.engine.units[0])]
     del model, run, loss
-    gc.collect()
-    gc.collect()
-    assert [ref() for ref in dead] == [None] * len(dead)
+    assert collected(*dead), [ref() for ref in dead]
 
 
 @pytest.mark.parametrize("shape", ["plain", "lora", "checkpoint", "dicts"])

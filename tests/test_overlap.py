@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import SHAPES, Net
-from oracle import Plain, Tiered, assert_same, batches, loss_of, make, same, tiered, tiers_for, train_both
+from oracle import Plain, Tiered, assert_same, batches, collected, loss_of, make, same, tiered, tiers_for, train_both
 from test_engine_nonfinite import snapshot_of
 
 import tierzero as tz
@@ -311,7 +311,6 @@ def test_a_drive_without_room_for_two_versions(
 
 def test_dropping_a_model_while_guesses_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A model that is simply dropped, or closed, between backward and step takes everything with it."""
-    import gc
     import weakref
 
     for close in (False, True):
@@ -324,6 +323,5 @@ def test_dropping_a_model_while_guesses_run(tmp_path: Path, capfd: pytest.Captur
             tz.close(model)
         gone = weakref.ref(model)
         del model, optimizer
-        gc.collect()
-        assert gone() is None
+        assert collected(gone)
     assert capfd.readouterr().err == ""
