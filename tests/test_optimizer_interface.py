@@ -76,8 +76,8 @@ def test_options(tmp_path: Path) -> None:
     try:
         optimizer = tz.AdamW(model.parameters(), foreach=True, fused=False, amsgrad=False, capturable=False)
         torch_keys = set(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).param_groups[0])
-        assert torch_keys - set(optimizer.param_groups[0]) == {"decoupled_weight_decay"}
-        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+        assert torch_keys <= set(optimizer.param_groups[0])
+        for option in ("capturable", "differentiable"):
             with pytest.raises(tz.TierzeroError, match=f"{option}=True is not supported"):
                 tz.AdamW(model.parameters(), **{option: True})
             theirs = torch.optim.AdamW([torch.zeros_like(p.read(), requires_grad=True) for p in model.parameters()])
