@@ -180,6 +180,12 @@ def test_a_cache_that_cannot_be_written_is_a_note(drive: Path, environment: dict
     assert any("the profile was not stored" in note for note in data["notes"])
 
 
+def default_signals() -> None:
+    """What a shell's background job, or nohup, has ignored is not to be ignored by children."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_leaves_nothing(drive: Path, environment: dict[str, str], number: int) -> None:
     process = subprocess.Popen(
@@ -188,6 +194,7 @@ def test_a_signal_leaves_nothing(drive: Path, environment: dict[str, str], numbe
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        preexec_fn=default_signals,
     )
     try:
         wait_for_scratch(process, drive)
