@@ -69,6 +69,7 @@ def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]
     yield
     for _ in range(500):  # what the loop's thread has still to do keeps an engine for a moment
         gc.collect()
+        gc.collect()  # what finalizers of the first pass let go of
         left = [engine for engine in tierzero.engine.ENGINES if id(engine) not in engines and not engine.closed]
         if not left:
             break
