@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,9 @@ def losses(out: Path) -> list[float]:
 def disk_use(folder: Path) -> int:
     """Bytes of disk that the files below `folder` take."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def default_signals() -> None:
+    """What a shell's background job, or nohup, has ignored is not to be ignored by children."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

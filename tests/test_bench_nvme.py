@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_process import CODE, python_path, tierzero
+from cli_process import CODE, default_signals, python_path, tierzero
 
 from tierzero import profiles
 from tierzero.native import NATIVE
@@ -178,12 +178,6 @@ def test_a_cache_that_cannot_be_written_is_a_note(drive: Path, environment: dict
     data = json.loads(done.stdout)
     assert data["paths"][0]["profile"] is None
     assert any("the profile was not stored" in note for note in data["notes"])
-
-
-def default_signals() -> None:
-    """What a shell's background job, or nohup, has ignored is not to be ignored by children."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_process import CODE, tierzero
+from cli_process import CODE, default_signals, tierzero
 from denied import with_little_locked_memory, without_io_uring
 
 from tierzero.doctor import selftest as module
@@ -312,6 +312,7 @@ def test_interrupted_it_leaves_nothing(number: int, code: int, tmp_path: Path) -
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
+        preexec_fn=default_signals,
     )
     while process.poll() is None and not any(tmp_path.glob(".tierzero-selftest-*/*/*")):
         time.sleep(0.005)
