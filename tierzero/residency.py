@@ -115,8 +115,8 @@ class Residency:
         sizes, keep = self._residents()
         size_of = lambda uid: self.units[uid].layout.flat_bytes
         next_use = self.trace.next_use
-        # what has gradients is about to change: fetching it before the step would be in vain
-        upcoming = (uid for uid in self.trace.upcoming() if not self.units[uid].has_grads)
+        # a guess is about to change what it would fetch, or would be given up for it
+        upcoming = (uid for uid in self.trace.upcoming() if self.units[uid].guess is None)
         for fetch in prefetch_order(upcoming, sizes, size_of, self.budget, next_use, keep=keep, depth=self.depth):
             if not all(self._evict(self._resident[uid]) for uid in fetch.victims):
                 return
