@@ -53,6 +53,13 @@ def small_heap() -> None:
     gc.freeze()
 
 
+def _still_open(before: set[int]) -> list[object]:
+    """Engines made since; the caller keeps none of them while it waits for them to go."""
+    import tierzero.engine
+
+    return [engine for engine in tierzero.engine.ENGINES if id(engine) not in before and not engine.closed]
+
+
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]:
     """Fail if the test leaves an engine, a thread or an open file behind."""
@@ -70,10 +77,10 @@ def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]
     for _ in range(500):  # what the loop's thread has still to do keeps an engine for a moment
         gc.collect()
         gc.collect()  # what finalizers of the first pass let go of
-        left = [engine for engine in tierzero.engine.ENGINES if id(engine) not in engines and not engine.closed]
-        if not left:
+        if not _still_open(engines):
             break
         time.sleep(0.01)
+    left = _still_open(engines)
     for engine in left:
         engine.close()
     if request.node.stash.get(FAILED, False):

@@ -17,7 +17,7 @@ from tierzero.homes import Homes
 from tierzero.hooks import Hooks
 from tierzero.layout import VERSION, unit_layout
 from tierzero.loop import LoopThread
-from tierzero.malloc import SMALLEST, map_from
+from tierzero.malloc import keep_freed
 from tierzero.metrics import Metrics
 from tierzero.model import check_model, check_same_model, give_back, move_buffers
 from tierzero.native import NATIVE
@@ -119,8 +119,7 @@ class Engine:
             self.arena.allocate(placement.staging_block, "staging for fetches") for _ in range(placement.staging_blocks)
         ]
         if self.device.type == "cpu":
-            flats = [unit.layout.flat_bytes for unit in self.units]
-            map_from(min((nbytes for nbytes in flats if nbytes >= SMALLEST), default=SMALLEST))
+            keep_freed()
         transfer = make_transfer(self.device, self.metrics, staging)
         budget = self.metrics.device_budget - placement.grad_reserve
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tierzero.errors import TierzeroError
+from tierzero.malloc import advise_huge, mapped
 from tierzero.metrics import Metrics
 from tierzero.tiers.host import Block
 from tierzero.unit import Unit
@@ -29,7 +30,9 @@ class Transfer:
 
     def allocate(self, unit: Unit) -> None:
         """Give the unit its device bytes."""
-        unit.allocate()
+        with mapped():
+            unit.allocate()
+        advise_huge(unit.flat.data_ptr(), unit.layout.flat_bytes)
 
     def free(self, unit: Unit) -> None:
         """Take them away."""
