@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
     parser.add_argument("--size", default="2GiB", help="of the file")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of every measurement")
+    parser.add_argument("--seconds", type=float, default=2.2, help="of every measurement")
     parser.add_argument("--sweep-seconds", type=float, default=0.5, help="of every measurement of the sweeps")
     parser.add_argument("--deepspeed-python", default="", help="a Python with deepspeed")
     args = parser.parse_args()

@@ -91,7 +91,7 @@ class Bench:
         """One streamed step over all records, at most as many queued at a time as training queues."""
         self.steps += 1
         scalars = Hyper(1e-4, 0.9, 0.999, 1e-8, 0.01, self.steps, 1.0).scalars()
-        segments = [(0, self.elements, 0, "bf16", 0, "bf16", *scalars)]
+        segments = [(0, self.elements, 0, "bf16", 0, "bf16", *scalars, 0, 0)]
         old, self.version = self.version, 1 - self.version
         waiting: deque[Any] = deque()
         begun, start = cpu(), time.perf_counter()
