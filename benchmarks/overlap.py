@@ -134,6 +134,7 @@ def waiting(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
 
 def real(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases (b)."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     task = decoder_task(args.layers)
     plain = Plain(task, NEVER)
     loop = Offloaded(task, NEVER, str(Path(directory) / "real"), 1.0)

@@ -105,7 +105,7 @@ Segment take_segment(nb::handle object, std::size_t index) {
 
 nb::object submit(PyStepper& self, nb::handle elements, nb::handle segments, nb::handle grads, nb::handle src,
                   nb::handle dst, nb::handle state, nb::handle out, nb::handle out_file, nb::handle out_first,
-                  nb::handle format, nb::handle params, nb::handle due) {
+                  nb::handle format, nb::handle params, nb::handle due, bool early) {
     Record record;
     record.format = format.is_none() ? self.core->format() : take_format(format);
     std::vector<Array> keep;
@@ -155,8 +155,12 @@ nb::object submit(PyStepper& self, nb::handle elements, nb::handle segments, nb:
     }
     record.out_first = take_size(out_first, "out_first");
     record.due = take_size(due, "due");
-    auto ticket = self.core->submit(std::move(record));
-    return nb::cast<PyEngine&>(self.engine_object).track(std::move(ticket), std::move(keep));
+    auto& engine = nb::cast<PyEngine&>(self.engine_object);
+    std::shared_ptr<Ticket> updated;
+    auto ticket = self.core->submit(std::move(record), early ? &updated : nullptr);
+    nb::object whole = engine.track(std::move(ticket), std::move(keep));
+    if (!early) return whole;
+    return nb::make_tuple(std::move(whole), engine.track(std::move(updated), {}));
 }
 
 }  // namespace
@@ -183,7 +187,8 @@ void bind_stepper(nb::module_& m) {
              nb::arg("src").none() = nb::none(), nb::arg("dst").none() = nb::none(),
              nb::arg("state").none() = nb::none(), nb::arg("out").none() = nb::none(),
              nb::arg("out_file").none() = nb::none(), nb::arg("out_first") = 0,
-             nb::arg("format").none() = nb::none(), nb::arg("params").none() = nb::none(), nb::arg("due") = 0)
+             nb::arg("format").none() = nb::none(), nb::arg("params").none() = nb::none(), nb::arg("due") = 0,
+             nb::arg("early") = false)
         .def("close", [](PyStepper& self) { self.close(); });
 }
 

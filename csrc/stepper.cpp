@@ -12,6 +12,9 @@ namespace tz {
 namespace {
 
 constexpr std::uint64_t kMinSlots = 3;
+// Reads in flight, or a third of the slots if that is more: drives serve all that they are given side by
+// side, so more of them would come later and not sooner, and what is wanted first would wait behind.
+constexpr std::size_t kMinReads = 4;
 
 unsigned checked_threads(unsigned threads) {
     if (threads < 1 || threads > 256)
@@ -63,7 +66,7 @@ Stepper::~Stepper() {
     close();
 }
 
-std::shared_ptr<Ticket> Stepper::submit(Record record) {
+std::shared_ptr<Ticket> Stepper::submit(Record record, std::shared_ptr<Ticket>* updated) {
     if (record.format.chunk_bytes(chunk_) > state_bytes_)
         throw std::invalid_argument("the record's state format has " +
                                     std::to_string(record.format.chunk_bytes(chunk_)) +
@@ -87,6 +90,14 @@ std::shared_ptr<Ticket> Stepper::submit(Record record) {
                         one.back().record.src ? one.back().record.src->file->path() : "");
     auto ticket = CompletionQueue::open_ticket(engine_->completions());
     one.back().ticket = ticket;
+    if (updated != nullptr) {
+        try {
+            one.back().updated = *updated = CompletionQueue::open_ticket(engine_->completions());
+        } catch (...) {
+            engine_->completions()->complete(ticket, {}, std::nullopt);  // nobody has it
+            throw;
+        }
+    }
     // In front of those that are due later, even half finished ones: what is left of them can wait.
     auto place = jobs_.end();
     while (place != jobs_.begin()) {
@@ -131,7 +142,7 @@ void Stepper::run() {
 }
 
 bool Stepper::can_fill() const {
-    if (free_.empty()) return false;
+    if (free_.empty() || reading_ >= std::max(kMinReads, slots_.size() / 3)) return false;
     for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
         if (job->next == job->record.chunks(chunk_)) continue;
         // The first job with chunks left. It may start while earlier ones are being written, unless they
@@ -165,10 +176,12 @@ void Stepper::fill() {
     }
     ++job->next;
     ready_.push_back(&slot);
-    if (record.src)
+    if (record.src) {
+        ++reading_;
         transfer(Op::read, slot, *record.src, chunk.offset, slot.memory, chunk.layout.bytes);
-    else
+    } else {
         slot.filled = true;
+    }
 }
 
 void Stepper::compute(std::unique_lock<std::mutex>& lock) {
@@ -184,6 +197,8 @@ void Stepper::compute(std::unique_lock<std::mutex>& lock) {
     job.sums.state += sums.state;
     job.sums.copy += sums.copy;
     if (job.error && job.record.src) return release(slot);
+    if (++job.computed == job.record.chunks(chunk_) && job.updated)
+        engine_->completions()->complete(job.updated, {}, std::nullopt);
     drain(slot);
 }
 
@@ -256,10 +271,12 @@ void Stepper::ended(Op op, Slot& slot, const IoError* error) {
     Job& job = *slot.job;
     if (error && !job.error) job.error = *error;
     --slot.pending;
-    if (op == Op::read)
+    if (op == Op::read) {
+        --reading_;
         slot.filled = true;
-    else if (slot.pending == 0)
+    } else if (slot.pending == 0) {
         release(slot);
+    }
 }
 
 // The drive keeps a slot: nothing here can be relied on to go on, so everybody is told.
@@ -269,6 +286,7 @@ void Stepper::late(const IoError& error) {
         if (!job.error) job.error = error;
         Outcome outcome;
         outcome.record = true;
+        if (job.updated) engine_->completions()->complete(job.updated, {}, job.error);
         engine_->completions()->complete(job.ticket, std::move(outcome), job.error, false);
     }
 }
@@ -297,6 +315,7 @@ void Stepper::finish() {
         outcome.record = true;
         if (job.record.dst) outcome.state = job.sums.state;
         if (job.record.out_file) outcome.copy = job.sums.copy;
+        if (job.updated) engine_->completions()->complete(job.updated, {}, job.error);
         engine_->completions()->complete(job.ticket, std::move(outcome), std::move(job.error));
     }
 }

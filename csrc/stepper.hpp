@@ -30,7 +30,9 @@ class Stepper {
 
     // Checks the record and queues it. Its memory and files stay in use until the ticket is released.
     // IoFailure(ETIMEDOUT) while the drive does not answer.
-    std::shared_ptr<Ticket> submit(Record record);
+    // `updated`: becomes a ticket that is done as soon as everything is computed, parameters in memory
+    // included, though not written yet; it fails where the record does before that.
+    std::shared_ptr<Ticket> submit(Record record, std::shared_ptr<Ticket>* updated = nullptr);
     // Finishes what was queued, then ends the thread; idempotent. False when the drive keeps some of the
     // buffers: then this object must be kept for ever.
     bool close();
@@ -41,8 +43,9 @@ class Stepper {
   private:
     struct Job {
         Record record;
-        std::shared_ptr<Ticket> ticket;
-        std::uint64_t next = 0;   // chunks handed to slots so far
+        std::shared_ptr<Ticket> ticket, updated;  // the second may be null
+        std::uint64_t next = 0;                   // chunks handed to slots so far
+        std::uint64_t computed = 0;
         std::uint64_t ended = 0;  // chunks that are through
         std::optional<IoError> error;
         Sums sums;
@@ -85,7 +88,8 @@ class Stepper {
     std::vector<Slot*> free_;
     std::deque<Slot*> ready_;  // filling or filled, in order
     bool stop_ = false;
-    int overdue_ = 0;  // transfers that the drive does not answer
+    std::size_t reading_ = 0;  // slots being read
+    int overdue_ = 0;          // transfers that the drive does not answer
     std::mutex closing_;
     std::thread thread_;
 };

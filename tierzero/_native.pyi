@@ -8,7 +8,7 @@ every long call releases the GIL. After a fork, the parent's engines and stepper
 
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -272,6 +272,7 @@ class Stepper:
     def __init__(
         self, engine: Engine, buffers: _Array, chunk: int, threads: int = 1, *, format: _Format = None
     ) -> None: ...
+    @overload
     def submit(
         self,
         elements: int,
@@ -287,6 +288,25 @@ class Stepper:
         format: _Format = None,
         params: _Array | None = None,
         due: int = 0,
+        early: Literal[True],
+    ) -> tuple[Ticket, Ticket]: ...
+    @overload
+    def submit(
+        self,
+        elements: int,
+        segments: Iterable[_Segment],
+        grads: _Array,
+        *,
+        src: tuple[File, int] | None = None,
+        dst: tuple[File, int] | None = None,
+        state: _Array | None = None,
+        out: _Array | None = None,
+        out_file: tuple[File, int, int] | None = None,
+        out_first: int = 0,
+        format: _Format = None,
+        params: _Array | None = None,
+        due: int = 0,
+        early: Literal[False] = False,
     ) -> Ticket:
         """Queues one record. Records run and complete in order; one starts while the last is written unless they share
         bytes. The order is that of `due` where it differs: one that is due sooner goes in front of what is left of the
@@ -303,6 +323,8 @@ class Stepper:
         (bf16) or "none" (f32) the parameters before the step are read from params, uint8[m] laid out as out, or if None
         from out itself, which a failed record leaves partly updated. ValueError before anything starts if it does not
         fit.
+
+        early: a second ticket too, done when all is computed, parameters in memory included, though not written yet.
         """
 
     def close(self) -> None:

@@ -177,7 +177,7 @@ class Residency:
         try:
             self.transfer.allocate(unit)
             while True:
-                await self.updates.settled(unit, urgent=bool(unit.pins))
+                await self.updates.readable(unit, urgent=bool(unit.pins))
                 if unit.host_flat is not None:
                     await self.updates.withdraw(unit)  # it overwrites the bytes that are fetched
                 version = unit.version

@@ -7,6 +7,12 @@ only once `commit` says that the guess was right; `withdraw` gives it up, and ev
 old versions of records in the store are untouched by it, but parameters cached in host memory are overwritten in
 place: withdrawing writes them again from the old master, whose rounded value they are.
 
+Note [early parameters]
+Parameters cached in host memory are new as soon as they are computed, and the next forward need not wait until the
+state is written too. Should writing fail then, the update is still the unit's pending one: whoever needs the state or
+the gradient buffer next (at the latest the next gradient) runs it again, from the old state and the same gradients, to
+the same bytes.
+
 A guess that is not decided yet is `unit.guess`; a decided one is `unit.pending`, like any other update. Setting
 `unit.guess` is the first thing that happens to a guess, in the thread that runs backward: from then on whoever wants to
 change the gradients finds it. All else is done on the loop thread.
@@ -26,8 +32,10 @@ from tierzero.unit import Unit
 class Work(Protocol):
     """How a unit's update is made; each may be run again after it failed."""
 
-    async def compute(self, due: int) -> Any:
-        """Make the new versions, from the old ones and the gradients; what is due sooner goes first."""
+    async def compute(self, due: int, ready: Callable[[], None]) -> Any:
+        """Make the new versions, from the old ones and the gradients; what is due sooner goes first. `ready` is called
+        as soon as the parameters in host memory are the new ones, if it is before the end.
+        """
         ...
 
     def publish(self, fresh: Any) -> None:
@@ -60,8 +68,15 @@ class Update:
         self.queued = False
         self.urgent = False
         self.due = 0  # as of its start
+        self.ready = asyncio.Event()  # the parameters in host memory are the new ones; see Note [early parameters]
         self.finished = asyncio.Event()
         self.error: BaseException | None = None
+
+    def again(self) -> None:
+        """Forget that it failed."""
+        self.error, self.queued = None, False
+        self.ready.clear()
+        self.finished.clear()
 
     async def run(self) -> None:
         """Do it, published at the end."""
@@ -69,7 +84,7 @@ class Update:
             await self.before.undo(restore=False)
             self.before = None
         assert self.work is not None
-        self.work.publish(await self.work.compute(self.due))
+        self.work.publish(await self.work.compute(self.due, self.ready.set))
 
     @property
     def decided(self) -> bool:
@@ -101,7 +116,7 @@ class Guess(Update):
             self._started = True
             self.computed.clear()
             try:
-                self.fresh = await self.made.compute(self.due)
+                self.fresh = await self.made.compute(self.due, self.ready.set)
             finally:
                 self.computed.set()
         if self.committed:
@@ -168,8 +183,7 @@ class UpdateQueue:
             return
         guess.unit.pending = guess
         if guess.error is not None:
-            guess.error, guess.queued = None, False
-            guess.finished.clear()
+            guess.again()
         self.put([guess])
 
     def replace(self, update: Update) -> None:
@@ -201,15 +215,21 @@ class UpdateQueue:
         """Return when `unit` has no queued update; raises what its update raised. One that had failed before is tried
         again first. `urgent`: somebody waits for it.
         """
+        await self._until(unit, lambda job: job.finished, urgent)
+
+    async def readable(self, unit: Unit, *, urgent: bool) -> None:
+        """`settled`, or less: return when the unit's parameters can be read where fetches read them."""
+        await self._until(unit, lambda job: job.finished if unit.host_flat is None else job.ready, urgent)
+
+    async def _until(self, unit: Unit, event: Callable[[Update], asyncio.Event], urgent: bool) -> None:
         job: Update | None = unit.pending
         if job is None:
             return
         if job.error is not None:
-            job.error, job.queued = None, False
-            job.finished.clear()
+            job.again()
         job.urgent |= urgent
         self.put([job])
-        await job.finished.wait()
+        await event(job).wait()
         if job.error is not None:
             raise job.error
 
@@ -240,6 +260,7 @@ class UpdateQueue:
                 job.unit.pending = None
         finally:
             self.metrics.add("update_s", time.perf_counter() - start)
+            job.ready.set()
             job.finished.set()
 
 

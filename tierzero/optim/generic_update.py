@@ -56,7 +56,7 @@ class GenericUpdate:
         self.names = names
         self.coefs = {index: (unit.unscaled[index], unit.coef[index]) for index in numbers}
 
-    async def compute(self, due: int) -> list[Change]:
+    async def compute(self, due: int, ready: Callable[[], None]) -> list[Change]:
         async with self.homes.share.turn:
             await settle(asyncio.ensure_future(asyncio.to_thread(trim)))  # what the update before this one left
             return await self._compute()

@@ -9,7 +9,10 @@ bytes.
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +85,8 @@ class UnitUpdate:
         self.unit = unit
         self.hypers = hypers
 
-    async def compute(self, due: int) -> list[Fresh]:
-        return await self.streamed.compute(self.unit, self.hypers, due)
+    async def compute(self, due: int, ready: Callable[[], None]) -> list[Fresh]:
+        return await self.streamed.compute(self.unit, self.hypers, due, ready)
 
     def publish(self, fresh: list[Fresh]) -> None:
         for new in fresh:
@@ -118,10 +121,10 @@ class StreamedStep:
         """How many updates may be on their way at once."""
         return WIDTH if self.stepper is not None else 1
 
-    async def compute(self, unit: Unit, hypers: dict[int, Hyper], due: int) -> list[Fresh]:
+    async def compute(self, unit: Unit, hypers: dict[int, Hyper], due: int, ready: Callable[[], None]) -> list[Fresh]:
         """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer: new versions of its
         records in the store, to be published or discarded; records in host memory in place. What is due sooner goes in
-        front of what is under way.
+        front of what is under way. `ready` is called when the parameters in host memory are all there.
         """
         state, param = unit.state, unit.records.get("param")
         assert state is not None
@@ -141,7 +144,7 @@ class StreamedStep:
             elif state.format.master == "split":
                 state_sum, param_sum = await self._split(unit, hypers, new_state, due)
             else:
-                state_sum, param_sum = await self._native(unit, hypers, new_state, new_param, due)
+                state_sum, param_sum = await self._native(unit, hypers, new_state, new_param, due, ready)
         except BaseException:
             for extent in extents:
                 assert self.store is not None
@@ -179,9 +182,9 @@ class StreamedStep:
         record = unit.records["param"]
         assert isinstance(record, HostRecord)
         if new_state is None:  # nothing can fail on the way
-            return await self._native(unit, hypers, None, None, due, out=record.data)
+            return await self._native(unit, hypers, None, None, due, _nothing, out=record.data)
         async with self.shadows.take(record.nbytes) as shadow:
-            sums = await self._native(unit, hypers, new_state, None, due, out=shadow, params=record.data)
+            sums = await self._native(unit, hypers, new_state, None, due, _nothing, out=shadow, params=record.data)
             for place in unit.layout.places:
                 if place.elem >= 0:
                     part = slice(place.offset, place.offset + place.spec.nbytes)
@@ -189,7 +192,14 @@ class StreamedStep:
         return sums
 
     async def _native(
-        self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any, due: int, **where: Any
+        self,
+        unit: Unit,
+        hypers: dict[int, Hyper],
+        new_state: Any,
+        new_param: Any,
+        due: int,
+        ready: Callable[[], None],
+        **where: Any,
     ) -> tuple[Any, Any]:
         state, param = unit.state, unit.records.get("param")
         assert state is not None
@@ -218,9 +228,18 @@ class StreamedStep:
             where["out"] = unit.host_flat.tensor[: unit.layout.flat_bytes]
         grads = unit.grad_block.tensor[: unit.layout.grad_bytes]
         where["out_first"] = unit.layout.low_first if new_param is not None else 0
-        ticket = self.stepper.submit(state.elements, segments, grads, format=state.format.native, due=due, **where)
+        ticket, updated = self.stepper.submit(
+            state.elements, segments, grads, format=state.format.native, due=due, early=True, **where
+        )
+        telling = asyncio.ensure_future(self._tell(updated, ready))
         sums: tuple[Any, Any] = await self.io.wait(ticket)
+        await telling
         return sums
+
+    async def _tell(self, updated: Any, ready: Callable[[], None]) -> None:
+        with suppress(OSError):  # the record's own ticket says it
+            await self.io.wait(updated)
+            ready()
 
     def _out_offset(self, unit: Unit, place: Place) -> int:
         """Where the parameter copy goes: into the host copy of the flat buffer, into the parameter record, or nowhere
@@ -315,3 +334,7 @@ def _fused(parts: list[torch.Tensor], grad: torch.Tensor, hyper: Hyper) -> None:
         eps=hyper.eps,
         maximize=hyper.maximize,
     )
+
+
+def _nothing() -> None:
+    pass
