@@ -184,9 +184,15 @@ void Stepper::fill() {
     }
 }
 
+bool Stepper::can_compute() const {
+    return std::any_of(ready_.begin(), ready_.end(), [](const Slot* slot) { return slot->filled; });
+}
+
 void Stepper::compute(std::unique_lock<std::mutex>& lock) {
-    Slot& slot = *ready_.front();
-    ready_.pop_front();
+    const auto first =
+        std::find_if(ready_.begin(), ready_.end(), [](const Slot* slot) { return slot->filled; });
+    Slot& slot = **first;
+    ready_.erase(first);
     Job& job = *slot.job;
     // A failed record on file is dropped whole; one in memory is finished, so that it is not left half
     // updated.
@@ -279,10 +285,16 @@ void Stepper::ended(Op op, Slot& slot, const IoError* error) {
     }
 }
 
-// The drive keeps a slot: nothing here can be relied on to go on, so everybody is told.
+// The drive keeps a slot: what needs it cannot be relied on to go on, so everybody is told. A record in
+// memory that was not begun is dropped, for whoever hears of it may submit it again; one that was needs no
+// drive and is finished, lest it be done twice.
 void Stepper::late(const IoError& error) {
     ++overdue_;
     for (Job& job : jobs_) {
+        if (!job.record.src) {
+            if (job.next != 0 && !job.record.out_file) continue;
+            if (job.next == 0) job.next = job.ended = job.record.chunks(chunk_);
+        }
         if (!job.error) job.error = error;
         Outcome outcome;
         outcome.record = true;
@@ -306,11 +318,12 @@ void Stepper::skip_rest(Job& job) {
     finish();
 }
 
-// Completes the jobs that are over, in the order they were handed out.
+// Completes the jobs that are over.
 void Stepper::finish() {
-    while (!jobs_.empty() && jobs_.front().ended == jobs_.front().record.chunks(chunk_)) {
-        Job job = std::move(jobs_.front());
-        jobs_.pop_front();
+    const auto over = [this](const Job& job) { return job.ended == job.record.chunks(chunk_); };
+    for (auto at = jobs_.begin(); (at = std::find_if(at, jobs_.end(), over)) != jobs_.end();) {
+        Job job = std::move(*at);
+        at = jobs_.erase(at);
         Outcome outcome;
         outcome.record = true;
         if (job.record.dst) outcome.state = job.sums.state;

@@ -62,7 +62,7 @@ class Stepper {
     void run();
     bool can_fill() const;
     void fill();
-    bool can_compute() const { return !ready_.empty() && ready_.front()->filled; }
+    bool can_compute() const;
     void compute(std::unique_lock<std::mutex>& lock);
     void drain(Slot& slot);
     void transfer(Op op, Slot& slot, const Place& place, std::uint64_t at, char* data, std::size_t n);

@@ -81,7 +81,7 @@ struct Rig {
         ticket->outcome();
         std::memset(grads.data(), 0, grads.size());
     }
-    std::shared_ptr<Ticket> submit(float* state = nullptr) {
+    std::shared_ptr<Ticket> submit(float* state = nullptr, bool copy = true) {
         Record r;
         r.elements = kElements;
         r.segments = {{.first = 0,
@@ -99,8 +99,12 @@ struct Rig {
             r.src = Place{file.open(), 0};
             r.dst = Place{file.open(), kSpan};
         }
-        r.out_file = Place{file.open(), 2 * kSpan};
-        r.out_bytes = 2 * kElements;
+        if (copy) {
+            r.out_file = Place{file.open(), 2 * kSpan};
+            r.out_bytes = 2 * kElements;
+        } else {
+            r.segments[0].out = -1;
+        }
         return stepper->submit(std::move(r));
     }
     std::vector<char> content(std::uint64_t offset, std::size_t n) {
@@ -192,7 +196,41 @@ static void a_lost_transfer_tells_everybody(TempDir& dir, Op op, int n, bool eng
     std::this_thread::sleep_for(std::chrono::milliseconds(50));  // what is left of the engine writes and goes
 }
 
+// A record in memory either is finished or was never begun, whatever its drive does to the others.
+static void memory_needs_no_drive(TempDir& dir) {
+    static auto& kept = *new std::vector<std::pair<std::unique_ptr<Rig>, std::vector<float>>>;
+    std::vector<float> want(3 * kElements, 1.0f);
+    CHECK(Rig(dir).submit(want.data(), false)->wait(std::nullopt));
+    for (const bool begun : {true, false}) {
+        kept.emplace_back(std::make_unique<Rig>(dir, std::chrono::milliseconds(100)),
+                          std::vector<float>(3 * kElements, 1.0f));
+        Rig& rig = *kept.back().first;
+        std::vector<float>& state = kept.back().second;
+        const std::vector<float> before = state;
+        which = Op::read;
+        at = 0;
+        frozen = true;
+        fault = Fault::lost;
+        const auto lost = rig.submit();
+        // begun: no byte is shared with the lost one; else it waits for that
+        const auto memory = rig.submit(state.data(), !begun);
+        CHECK(memory->wait(std::chrono::seconds(20)));
+        CHECK(lost->wait(std::chrono::seconds(20)));
+        CHECK(must_throw<IoFailure>([&] { lost->outcome(); }).error.code == ETIMEDOUT);
+        if (begun)
+            memory->outcome();
+        else
+            CHECK(must_throw<IoFailure>([&] { memory->outcome(); }).error.code == ETIMEDOUT);
+        CHECK(state == (begun ? want : before));
+        calm();
+        rig.engine->close();
+        rig.stepper->close();
+        CHECK(state == (begun ? want : before));
+    }
+}
+
 static void everything(TempDir& dir) {
+    memory_needs_no_drive(dir);
     short_transfers_change_nothing(dir);
     every_transfer_may_fail(dir);
     for (const Op op : {Op::read, Op::write})
