@@ -301,6 +301,7 @@ void Stepper::late(const IoError& error) {
         if (job.updated) engine_->completions()->complete(job.updated, {}, job.error);
         engine_->completions()->complete(job.ticket, std::move(outcome), job.error, false);
     }
+    finish();
 }
 
 void Stepper::release(Slot& slot) {
@@ -318,10 +319,14 @@ void Stepper::skip_rest(Job& job) {
     finish();
 }
 
-// Completes the jobs that are over.
+// Completes the jobs that are over: in order, unless the drive keeps one of them.
 void Stepper::finish() {
-    const auto over = [this](const Job& job) { return job.ended == job.record.chunks(chunk_); };
-    for (auto at = jobs_.begin(); (at = std::find_if(at, jobs_.end(), over)) != jobs_.end();) {
+    for (auto at = jobs_.begin(); at != jobs_.end();) {
+        if (at->ended != at->record.chunks(chunk_)) {
+            if (overdue_ == 0) return;
+            ++at;
+            continue;
+        }
         Job job = std::move(*at);
         at = jobs_.erase(at);
         Outcome outcome;

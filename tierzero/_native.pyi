@@ -308,7 +308,7 @@ class Stepper:
         due: int = 0,
         early: Literal[False] = False,
     ) -> Ticket:
-        """Queues one record. Records run in order; one starts while the last is written unless they share
+        """Queues one record. Records run and complete in order; one starts while the last is written unless they share
         bytes. The order is that of `due` where it differs: one that is due sooner goes in front of what is left of the
         others, unless they share bytes.
 
