@@ -1,5 +1,6 @@
 # make demo   set up everything and train the built-in model on this machine (writes runs/demo)
-# make test   set up everything and run the tests
+# make test   set up everything and run the tests, on up to four cores at a time
+# make dev    set up everything that .ci/run needs
 # make bench  set up everything and run the benchmarks (that of the drive needs fio)
 # PYTHON=python3.12 chooses the interpreter; VENV=dir the environment.
 
@@ -9,13 +10,16 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find tierzero csrc -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.hpp')
 INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
+# torch's threads that wait for others sleep, rather than spin on a core that another process of the tests needs
+TOGETHER := OMP_WAIT_POLICY=passive
+
 .PHONY: demo test bench dev clean
 
 demo: $(VENV)/.installed
 	$(BIN)/tierzero train --overwrite
 
 test: $(VENV)/.test-installed
-	$(BIN)/pytest tests
+	$(TOGETHER) $(BIN)/pytest tests --numprocesses logical --maxprocesses 4 --dist worksteal
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/memory.py
@@ -24,8 +28,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/peers.py
 
-dev: $(VENV)/.test-installed
-	$(INSTALL) '.[test,dev]'
+dev: $(VENV)/.dev-installed
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +40,10 @@ $(VENV)/.installed: $(BIN)/pip $(SOURCES)
 $(VENV)/.test-installed: $(BIN)/pip $(SOURCES)
 	$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.dev-installed: $(BIN)/pip $(SOURCES)
+	$(INSTALL) '.[test,dev]'
+	@touch $@ $(VENV)/.test-installed $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) build runs

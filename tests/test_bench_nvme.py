@@ -37,7 +37,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def bench(*arguments: str | Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    quick = ("--size", "64MiB", "--seconds", "3")
+    quick = ("--size", "64MiB", "--seconds", "2")
     return tierzero("bench", "nvme", *quick, *map(str, arguments), env=env)
 
 
