@@ -1,12 +1,12 @@
 """How the C library's malloc serves a CPU's device tier.
 
 Note [malloc]
-Where the CPU is the device, units lie in malloc'd memory: torch has no other storage that can lose its bytes. glibc maps
-blocks from a threshold on by themselves, which go back to the system when they are freed, and keeps what it frees below.
-It raises the threshold to what it saw freed, up to 32 MiB, and then a freed unit stays as a hole in its heap. So the
-threshold is low while a unit gets its bytes: they are mapped, in huge pages where those are to be had (each fetch faults
-them in anew, and a 4 KiB page costs as much as copying into it). For everything else it is what glibc's own adjustment
-ends at: activations and gradients that come and go with every layer would fault in their pages anew each time.
+Where the CPU is the device, units lie in malloc'd memory: torch has no other storage that can lose its bytes. glibc
+maps blocks from a threshold on by themselves, which go back to the system when they are freed, and keeps what it frees
+below. It raises the threshold to what it saw freed, up to 32 MiB, and then a freed unit stays as a hole in its heap. So
+the threshold is low while a unit gets its bytes: they are mapped, in huge pages where those are to be had (each fetch
+faults them in anew, and a 4 KiB page costs as much as copying into it). For everything else it is what glibc's own
+adjustment ends at: activations and gradients that come and go with every layer would fault in their pages anew.
 
 MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ in the environment win.
 """
