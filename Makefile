@@ -24,6 +24,7 @@ test: $(VENV)/.test-installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/memory.py
 	-$(BIN)/python benchmarks/nvme.py
+	$(BIN)/python benchmarks/adam.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/peers.py
