@@ -106,6 +106,8 @@ class TrainSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip: Annotated[float, Field(ge=0)] = 1.0
     overlap: Literal["auto", "eager", "deferred"] = "auto"
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    master: Literal["float32", "split"] = "float32"
     accumulate: Positive = 2
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     save_every: Positive = 20

@@ -76,7 +76,8 @@ def train(
     text file or a directory of them.
 
     Keys: `model.{preset,path,layers,hidden,heads,vocab}`, `data.{path,sequence,batch}`,
-    `train.{steps,lr,warmup,weight_decay,clip,overlap,accumulate,seed,save_every,out,dtype,recompute,sample,log_every}`,
+    `train.{steps,lr,warmup,weight_decay,clip,overlap,state_dtype,master,accumulate,seed,save_every,out,dtype}`,
+    `train.{recompute,sample,log_every}`,
     `tiers.{nvme,nvme_tbw,host,device,prefetch,gds}`. Sizes are bytes, "64MiB", "1.5GB", or a share of memory, "60%".
 
     Ctrl-C finishes the step, saves and exits; `--resume` goes on with the same losses, bit for bit.

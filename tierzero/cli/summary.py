@@ -62,8 +62,14 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("NVMe written", against("nvme_written", "proc_io_written")),
         ("drive wear", _wear(summary)),
         ("waited for", stalls),
+        *([("updates begun early", _guesses(summary))] if summary["guesses"] else []),
         ("whole run", f"{summary['seconds']:.0f} s"),
     ]
+
+
+def _guesses(summary: dict[str, Any]) -> str:
+    """How many of the updates that began in backward were right."""
+    return f"{summary['guesses']:,} in backward, {summary['guesses_right']:,} of them as the step then wanted them"
 
 
 def _wear(summary: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from tierzero.cli.sample import generate
 from tierzero.cli.stopping import StopSignal
 from tierzero.cli.summary import print_summary
 from tierzero.cli.task import Task, open_task
-from tierzero.cli.trainer import Trainer, seed_everything
+from tierzero.cli.trainer import Trainer, seed_everything, state_options
 from tierzero.errors import ConfigError
 
 CONTEXT = 64  # tokens that the sample at the end sees back
@@ -42,7 +42,7 @@ def run(config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: 
     task = open_task(config)
     model = task.build()
     tiers = choose_tiers(config, model)
-    plan = tz.plan(model, tiers)
+    plan = tz.plan(model, tiers, **state_options(config))
     print_placement(console, config, task, plan)
     check_disk(config, plan)
     if dry_run:
@@ -171,6 +171,8 @@ class Session:
             "hits": stats["hits"],
             "misses": stats["misses"],
             "skipped_steps": stats["skipped_steps"],
+            "guesses": stats["guesses"],
+            "guesses_right": stats["guesses_right"],
             "seconds": time.perf_counter() - self.started,
         }
 

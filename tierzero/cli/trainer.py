@@ -44,6 +44,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
+def state_options(config: Config) -> dict[str, Any]:
+    """What states the optimizer keeps, as AdamW and plan take it."""
+    dtypes: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return {
+        "state_dtype": dtypes.get(config.train.state_dtype, config.train.state_dtype),
+        "master": config.train.master,
+    }
+
+
 def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
@@ -62,7 +71,9 @@ class Trainer:
         self.sampler = Sampler(task.corpus, config.data.sequence, config.data.batch, config.train.seed)
         self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups = parameter_groups(model, config.train.weight_decay)
-        self.optimizer = tz.AdamW(groups, lr=config.lr, overlap=config.train.overlap)
+        self.optimizer = tz.AdamW(
+            groups, lr=config.lr, overlap=config.train.overlap, seed=config.train.seed, **state_options(config)
+        )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(config))
         self.step = 0
         self.saved: int | None = None
