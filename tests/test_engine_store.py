@@ -1,6 +1,4 @@
-"""The engine over a drive that fails, over the portable tier, and across snapshots: nothing is lost, everything stays
-bit-equal.
-"""
+"""The engine over a drive that fails, and across snapshots: nothing is lost, everything stays bit-equal."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from models import Net
@@ -21,7 +18,6 @@ from oracle import (
     Tiered,
     assert_same,
     batches,
-    check,
     loss_of,
     make,
     same,
@@ -51,33 +47,6 @@ def faulty(run: Tiered) -> Drive:
     store = run.engine.store
     store.file = Drive(store.file)
     return store.file
-
-
-# -- the portable tier -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", ["plain", "tied", "lora", "odd sizes", "empty parameter", "checkpoint"])
-def test_without_the_extension(portable: None, shape: str, tmp_path: Path) -> None:
-    """The pure-Python package trains, with the same bits."""
-    check(models.SHAPES[shape], tmp_path, accumulate=2, clip=lambda step, norm: 0.5 * norm if step % 2 else None)
-    model = make(models.SHAPES[shape])
-    with tiered(model, tiers_for(model, "nvme", tmp_path / "last")):
-        assert tz.stats(model)["native"] is False
-
-
-def test_groups_and_gaps_without_the_extension(portable: None, tmp_path: Path) -> None:
-    """Parameter groups and missing gradients on the portable path."""
-    with pair(tmp_path, groups=in_groups, dtype=torch.bfloat16) as (plain, run):
-        for step, ids in enumerate(batches(5)):
-            backward_both(plain, run, ids)
-            for each in (plain, run):
-                for index, param in enumerate(each.model.parameters()):
-                    if (index + step) % 3 == 0:
-                        param.grad = None
-            plain.step(1.0)
-            run.step(1.0)
-            plain.zero_grad()
-            run.zero_grad()
 
 
 # -- a drive that fails ------------------------------------------------------------------------------------------------
