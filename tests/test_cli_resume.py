@@ -23,12 +23,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_end(out: Path, straight: Path) -> None:
-    """Losses, weights and sample of two runs are equal, and so is the disk they use."""
+    """Losses, weights and sample of two runs are equal, and no more disk is used than a run needs."""
     assert losses(out) == losses(straight)
     for path in (straight / "export").glob("*.safetensors"):
         assert (out / "export" / path.name).read_bytes() == path.read_bytes()
     assert (out / "sample.txt").read_text() == (straight / "sample.txt").read_text()
-    assert disk_use(out / "store") <= 1.1 * disk_use(straight / "store") + (1 << 20)
+    # what is current, what the snapshot pins, and what is being written: how much of the last depends on time
+    summary = json.loads((straight / "summary.json").read_text())
+    assert disk_use(out / "store") <= 3.15 * (summary["state_bytes"] + summary["param_bytes"]) + (1 << 20)
     assert sorted(path.name for path in (out / "store").iterdir()) == sorted(
         path.name for path in (straight / "store").iterdir()
     )

@@ -278,3 +278,44 @@ def test_an_error_of_the_system_names_its_path() -> None:
 
     assert describe(OSError(errno.ENOSPC, "No space left", "/x")) == f"/x: No space left [errno {errno.ENOSPC}]"
     assert describe(OSError(errno.EIO, "cannot read /x", "/x")) == f"cannot read /x [errno {errno.EIO}]"
+
+
+def test_the_store_of_another_program_is_never_given_up(tmp_path: Path) -> None:
+    """Its snapshot is named, no advice leads to losing it, and --overwrite does not remove it."""
+    import torch
+
+    import tierzero as tz
+
+    store = tmp_path / "store"
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    tz.offload(model, tz.Tiers(nvme=store, host="64MiB", device="1MiB", compute="cpu"))
+    optimizer = tz.AdamW(model.parameters())
+    tz.commit(model, optimizer, name="mine")
+    tz.close(model)
+    before = (store / "manifest.json").read_bytes()
+    for flags, said in (
+        ((), "already holds a store"),
+        (("--resume",), "go on with it"),
+        (("--overwrite",), "runs only"),
+    ):
+        done = train(tmp_path / "out", f"tiers.nvme={store}", flags=flags)
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+        assert "'mine'" in done.stderr
+        assert str(store) in done.stderr
+        assert ("tiers.nvme=DIR" in done.stderr) == (flags != ("--resume",))
+        assert (store / "manifest.json").read_bytes() == before
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_store_of_a_run_elsewhere(tmp_path: Path) -> None:
+    """The advice is about the store where only that is taken, and each of its parts works."""
+    short = ("train.steps=2", "train.save_every=2", f"tiers.nvme={tmp_path / 'store'}")
+    assert train(tmp_path / "first", *short).returncode == 0
+    done = train(tmp_path / "second", *short)
+    assert done.returncode == 2
+    assert str(tmp_path / "store") in done.stderr
+    assert "tiers.nvme=DIR" in done.stderr
+    for flags in (("--resume",), ("--overwrite",)):
+        done = train(tmp_path / "second", *short, flags=flags)
+        assert done.returncode == 0, done.stderr

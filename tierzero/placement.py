@@ -100,7 +100,8 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, nat
         raise BudgetError(
             f"the device budget of {format_size(device)} is too small for the largest unit with the units around it "
             "and its gradients; the smallest device budget that works is "
-            f"{device_min} bytes ({format_size(device_min)}), or split the model into smaller units with units="
+            f"{device_min} bytes ({format_size(device_min)}), or split the model into smaller "
+            "units with offload(..., units=...)"
         )
 
     def suits(slots: int, block: int) -> bool:

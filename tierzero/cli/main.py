@@ -61,7 +61,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in train.out.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove the run that train.out holds and start anew.")
+        bool, typer.Option("--overwrite", help="Remove the run that train.out and its store hold and start anew.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the placement table; write nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
@@ -136,7 +136,7 @@ def doctor(
     selftest: Annotated[
         Path | None,
         typer.Option(
-            "--selftest", metavar="PATH", help="Also write, read and verify there through every backend, in 30 s."
+            "--selftest", metavar="PATH", help="Also write, read and verify there, through every backend, in 30 s."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,

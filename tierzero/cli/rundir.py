@@ -10,7 +10,7 @@ from typing import Any
 from tierzero import members
 from tierzero.cli.checkpoints import check_same_model
 from tierzero.cli.config import Config
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, TierzeroError
 from tierzero.manifest import Manifest
 
 FILES = ("metrics.jsonl", "summary.json", "sample.txt")
@@ -18,9 +18,13 @@ FOLDERS = ("checkpoints", "tensorboard", "export")
 
 
 def holds_run(config: Config) -> bool:
-    """Whether train.out has something of an earlier run in it."""
-    out = config.train.out
-    return any((out / name).exists() for name in FILES + FOLDERS) or any(map(store_exists, config.stores))
+    """Whether train.out or a store has something of an earlier run in it."""
+    return holds_files(config.train.out) or any(map(store_exists, config.stores))
+
+
+def holds_files(out: Path) -> bool:
+    """Whether there are files of a run in this directory."""
+    return any((out / name).exists() for name in FILES + FOLDERS)
 
 
 def store_exists(store: Path) -> bool:
@@ -36,17 +40,49 @@ def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any
     """
     out = config.train.out
     if overwrite:
+        _check_ours(config)
         return None
     # what lies in the directories comes before any advice to remove it
     _, found = members.arrange([os.path.abspath(store) for store in config.stores])
     if resume:
         return _snapshot_meta(config, found)
-    if holds_run(config):
+    if holds_files(out):
         raise ConfigError(
             f"{out} already holds a run: go on with it by --resume, remove it by --overwrite, "
             "or name another directory with --set train.out=DIR"
         )
+    if holds_run(config):
+        name = _foreign(found)
+        raise ConfigError(
+            f"{config.store} already holds a store"
+            + (
+                f" with the snapshot {name!r}, which was not made by tierzero train: "
+                if name is not None
+                else " of a run: go on with it by --resume, give it up by --overwrite, or "
+            )
+            + "name another directory with --set tiers.nvme=DIR"
+        )
     return None
+
+
+def _foreign(found: Manifest | None) -> str | None:
+    """The name of the store's latest snapshot if another program made it."""
+    latest = found.latest if found is not None else None
+    return None if latest is None or {"model", "random"} <= latest.meta.keys() else latest.name
+
+
+def _check_ours(config: Config) -> None:
+    """ConfigError where --overwrite would give up what is not a run's."""
+    try:
+        _, found = members.arrange([os.path.abspath(store) for store in config.stores])
+    except TierzeroError:
+        return  # damaged, or not all there: the engine says what it will not replace
+    name = _foreign(found)
+    if name is not None:
+        raise ConfigError(
+            f"{config.store} holds the snapshot {name!r}, which was not made by tierzero train, and --overwrite "
+            "removes runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
+        )
 
 
 def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
@@ -59,7 +95,7 @@ def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
             "Start it again with --overwrite"
         )
     meta = found.latest.meta
-    if "model" not in meta or "random" not in meta:
+    if _foreign(found) is not None:
         raise ConfigError(
             f"the snapshot {found.latest.name!r} in {store} was not made by tierzero train: it cannot go on with it"
         )
