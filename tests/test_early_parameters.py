@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from collections.abc import Iterator
@@ -146,3 +147,48 @@ def test_writing_fails_until_it_is_mended(tmp_path: Path, overlap: str) -> None:
         assert fails.times < 1000
         fails.times = 0
         step_both(plain, run, ids)
+
+
+class Slow:
+    """Native updates whose ends come late, long after their parameters."""
+
+    def __init__(self, run: Tiered) -> None:
+        self.inner = run.engine.streamed._native
+
+    async def __call__(self, *args: Any, **where: Any) -> Any:
+        sums = await self.inner(*args, **where)
+        await asyncio.sleep(0.05)
+        return sums
+
+
+def write_parameters(plain: Plain, run: Tiered) -> None:
+    with tz.unsharded(run.model.layers[1], write=True), torch.no_grad():
+        for param, other in zip(run.model.layers[1].parameters(), plain.model.layers[1].parameters(), strict=True):
+            other.mul_(0.5)
+            plain.masters[other].copy_(other)
+            param.copy_(other)
+
+
+def load_parameters(plain: Plain, run: Tiered) -> None:
+    values = {name: value * 0.5 for name, value in plain.model.state_dict().items()}
+    plain.model.load_state_dict(values)
+    for param, master in plain.masters.items():
+        master.data.copy_(param.detach())
+    run.model.load_state_dict(values)
+
+
+@pytest.mark.parametrize("overlap", ["deferred", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("change", [write_parameters, load_parameters])
+def test_parameters_changed_while_states_are_written(
+    tmp_path: Path, change: Any, dtype: torch.dtype, overlap: str
+) -> None:
+    with states_on(tmp_path, overlap, dtype) as (plain, run):
+        for seed in range(2):
+            step_both(plain, run, next(batches(1, seed=seed)))
+        run.engine.streamed._native = Slow(run)
+        for seed in range(3):
+            step_both(plain, run, next(batches(1, seed=seed)))
+            change(plain, run)
+        assert_same(run, plain)
+        step_both(plain, run, next(batches(1, seed=9)))

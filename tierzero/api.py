@@ -126,6 +126,7 @@ def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
 
 
 def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
+    engine.pager.settle(unit)  # its parameters came before its masters were written
     for index, live in enumerate(unit.live):
         value = live.detach().to("cpu")
         if not value.numel():
