@@ -319,3 +319,30 @@ def test_a_store_of_a_run_elsewhere(tmp_path: Path) -> None:
     for flags in (("--resume",), ("--overwrite",)):
         done = train(tmp_path / "second", *short, flags=flags)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", ["beside an empty one", "part of a striped one", "damaged", "its keys", "in export"])
+def test_overwrite_gives_up_nothing_of_others(case: str, tmp_path: Path) -> None:
+    """Whatever state the store of another program is in."""
+    import torch
+
+    import tierzero as tz
+
+    out, store = tmp_path / "out", tmp_path / "store"
+    if case == "in export":
+        store = out / "export" / "deep"
+    places = [store, tmp_path / "second"] if case == "part of a striped one" else [store]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    tz.offload(model, tz.Tiers(nvme=places, host="64MiB", device="1MiB", compute="cpu"))
+    meta = {"model": "x", "random": None} if case == "its keys" else {}
+    tz.commit(model, tz.AdamW(model.parameters()), name="mine", meta=meta)
+    tz.close(model)
+    if case == "damaged":
+        manifest = store / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes().replace(b"mine", b"nine", 1))
+    before = {path: path.read_bytes() for place in places for path in place.iterdir() if path.name != "lock"}
+    chosen = {"beside an empty one": f'tiers.nvme=["{store}", "{tmp_path / "empty"}"]', "in export": "train.seed=0"}
+    for flags in (("--overwrite",), ("--resume",)):
+        done = train(out, chosen.get(case, f"tiers.nvme={store}"), flags=flags)
+        assert done.returncode in (1, 2), (flags, done.stdout, done.stderr)
+        assert {path: path.read_bytes() for path in before} == before

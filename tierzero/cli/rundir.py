@@ -15,6 +15,7 @@ from tierzero.manifest import Manifest
 
 FILES = ("metrics.jsonl", "summary.json", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard", "export")
+_OURS = {"model", "random", "step", "scheduler"}  # keys of what a run keeps with its snapshots
 
 
 def holds_run(config: Config) -> bool:
@@ -68,21 +69,35 @@ def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any
 def _foreign(found: Manifest | None) -> str | None:
     """The name of the store's latest snapshot if another program made it."""
     latest = found.latest if found is not None else None
-    return None if latest is None or {"model", "random"} <= latest.meta.keys() else latest.name
+    ours = latest is None or (latest.meta.keys() >= _OURS and isinstance(latest.meta["model"], dict))
+    return None if ours or latest is None else latest.name
 
 
 def _check_ours(config: Config) -> None:
-    """ConfigError where --overwrite would give up what is not a run's."""
-    try:
-        _, found = members.arrange([os.path.abspath(store) for store in config.stores])
-    except TierzeroError:
-        return  # damaged, or not all there: the engine says what it will not replace
-    name = _foreign(found)
-    if name is not None:
-        raise ConfigError(
-            f"{config.store} holds the snapshot {name!r}, which was not made by tierzero train, and --overwrite "
-            "removes runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
-        )
+    """ConfigError where --overwrite would give up what is not a run's, or may not be."""
+    inside = (path.parent for name in FOLDERS for path in (config.train.out / name).rglob("*"))
+    for folder in sorted({*inside, *(config.train.out / name for name in FOLDERS)}):
+        if store_exists(folder):
+            raise ConfigError(
+                f"{folder} holds a store, and --overwrite would remove the folder: name another directory with "
+                "--set train.out=DIR, or move the store"
+            )
+    for store in filter(store_exists, config.stores):
+        try:
+            _, found = members.arrange([os.path.abspath(store)])
+        except TierzeroError as error:  # damaged, or a part of a striped one: the run's own may be given up
+            if holds_files(config.train.out):
+                continue
+            raise ConfigError(
+                f"{store} holds a store, and whether it is a run's cannot be told ({error}): name another directory "
+                "with --set tiers.nvme=DIR, or remove the store yourself"
+            ) from None
+        name = _foreign(found)
+        if name is not None:
+            raise ConfigError(
+                f"{store} holds the snapshot {name!r}, which was not made by tierzero train, and --overwrite removes "
+                "runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
+            )
 
 
 def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
