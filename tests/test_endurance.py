@@ -166,7 +166,15 @@ def summary(**values: object) -> dict[str, object]:
     sizes = ("device_peak", "device_budget", "host_peak", "host_budget", "rss_peak", "rss_before", "activation_bytes")
     moved = ("nvme_read", "nvme_written", "nvme_read_expected", "nvme_written_expected")
     base = dict.fromkeys((*sizes, *moved, "seconds", "steps"), 1)
-    return {**base, "first_loss": None, "stall_s": {}, "proc_io_read": None, "proc_io_written": None, **values}
+    return {
+        **base,
+        "first_loss": None,
+        "guesses": 0,
+        "stall_s": {},
+        "proc_io_read": None,
+        "proc_io_written": None,
+        **values,
+    }
 
 
 @pytest.mark.parametrize(
