@@ -142,9 +142,11 @@ void Stepper::run() {
 }
 
 bool Stepper::can_fill() const {
-    if (free_.empty() || reading_ >= std::max(kMinReads, slots_.size() / 3)) return false;
+    if (free_.empty()) return false;
     for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
         if (job->next == job->record.chunks(chunk_)) continue;
+        const bool reads = job->record.src && !job->error;
+        if (reads && reading_ >= std::max(kMinReads, slots_.size() / 3)) return false;
         // The first job with chunks left. It may start while earlier ones are being written, unless they
         // share bytes.
         return job->next != 0 || std::none_of(jobs_.begin(), job, [&](const Job& earlier) {

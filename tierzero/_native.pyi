@@ -8,7 +8,7 @@ every long call releases the GIL. After a fork, the parent's engines and stepper
 
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -260,6 +260,19 @@ class Engine:
     def close(self) -> None:
         """Waits for everything in flight, then ends the threads. Idempotent."""
 
+class _Record(TypedDict, total=False):
+    """What else Stepper.submit takes; what is not given is None, due and out_first are 0."""
+
+    src: tuple[File, int] | None
+    dst: tuple[File, int] | None
+    state: _Array | None
+    out: _Array | None
+    out_file: tuple[File, int, int] | None
+    out_first: int
+    format: _Format
+    params: _Array | None
+    due: int
+
 class Stepper:
     """The streamed AdamW over state records: chunks are read ahead, updated and written at the same time.
 
@@ -279,16 +292,8 @@ class Stepper:
         segments: Iterable[_Segment],
         grads: _Array,
         *,
-        src: tuple[File, int] | None = None,
-        dst: tuple[File, int] | None = None,
-        state: _Array | None = None,
-        out: _Array | None = None,
-        out_file: tuple[File, int, int] | None = None,
-        out_first: int = 0,
-        format: _Format = None,
-        params: _Array | None = None,
-        due: int = 0,
         early: Literal[True],
+        **record: Unpack[_Record],
     ) -> tuple[Ticket, Ticket]: ...
     @overload
     def submit(
@@ -297,16 +302,8 @@ class Stepper:
         segments: Iterable[_Segment],
         grads: _Array,
         *,
-        src: tuple[File, int] | None = None,
-        dst: tuple[File, int] | None = None,
-        state: _Array | None = None,
-        out: _Array | None = None,
-        out_file: tuple[File, int, int] | None = None,
-        out_first: int = 0,
-        format: _Format = None,
-        params: _Array | None = None,
-        due: int = 0,
         early: Literal[False] = False,
+        **record: Unpack[_Record],
     ) -> Ticket:
         """Queues one record. Records run and complete in order; one starts while the last is written unless they share
         bytes. The order is that of `due` where it differs: one that is due sooner goes in front of what is left of the

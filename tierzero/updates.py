@@ -7,15 +7,15 @@ only once `commit` says that the guess was right; `withdraw` gives it up, and ev
 old versions of records in the store are untouched by it, but parameters cached in host memory are overwritten in
 place: withdrawing writes them again from the old master, whose rounded value they are.
 
+A guess that is not decided yet is `unit.guess`; a decided one is `unit.pending`, like any other update. Setting
+`unit.guess` is the first thing that happens to a guess, in the thread that runs backward: from then on whoever wants to
+change the gradients finds it. All else is done on the loop thread.
+
 Note [early parameters]
 Parameters cached in host memory are new as soon as they are computed, and the next forward need not wait until the
 state is written too. Should writing fail then, the update is still the unit's pending one: whoever needs the state or
 the gradient buffer next (at the latest the next gradient) runs it again, from the old state and the same gradients, to
 the same bytes.
-
-A guess that is not decided yet is `unit.guess`; a decided one is `unit.pending`, like any other update. Setting
-`unit.guess` is the first thing that happens to a guess, in the thread that runs backward: from then on whoever wants to
-change the gradients finds it. All else is done on the loop thread.
 """
 
 from __future__ import annotations

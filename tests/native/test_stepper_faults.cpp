@@ -17,14 +17,17 @@ using namespace tz;
 static constexpr std::uint64_t kChunk = 2048, kElements = 8 * kChunk, kSpan = 12 * kElements;
 
 // What the drive does wrong: the call numbered `at` of operation `which`.
-enum class Fault { none, fails, lost };
+enum class Fault { none, fails, lost, dead };  // dead: that call and all after it are lost
 static std::atomic<Fault> fault{Fault::none};
 static std::atomic<Op> which{Op::read};
 static std::atomic<int> at{0};
 static std::atomic<bool> halves{false}, frozen{false};
 
 static Fault now(Op op) {
-    return op == which && fault != Fault::none && at-- == 0 ? fault.load() : Fault::none;
+    if (op != which || fault == Fault::none) return Fault::none;
+    const int left = at--;
+    if (fault == Fault::dead) return left <= 0 ? Fault::lost : Fault::none;
+    return left == 0 ? fault.load() : Fault::none;
 }
 
 static ssize_t completion(Op op, ssize_t result) {
@@ -66,11 +69,11 @@ static std::shared_ptr<Engine> make_engine(std::chrono::milliseconds deadline) {
 }
 
 struct Rig {
-    explicit Rig(TempDir& dir, std::chrono::milliseconds deadline = std::chrono::seconds(60))
+    explicit Rig(TempDir& dir, std::chrono::milliseconds deadline = std::chrono::seconds(60), int slots = 4)
         : engine(make_engine(deadline)),
           file(dir.file("records"), true, true),
           grads(4 * kElements),
-          buffers(14 * kChunk * 4),
+          buffers(14 * kChunk * slots),
           stepper(std::make_unique<Stepper>(engine, buffers.data(), buffers.size(), kChunk, 1)) {
         auto state = normal(3 * kElements, 1);
         for (float& x : state) x = x * x;
@@ -81,7 +84,7 @@ struct Rig {
         ticket->outcome();
         std::memset(grads.data(), 0, grads.size());
     }
-    std::shared_ptr<Ticket> submit(float* state = nullptr, bool copy = true) {
+    std::shared_ptr<Ticket> submit(float* state = nullptr, bool copy = true, std::uint64_t due = 0) {
         Record r;
         r.elements = kElements;
         r.segments = {{.first = 0,
@@ -93,6 +96,7 @@ struct Rig {
                        .scalars = {1 - 1e-5f, 0.1f, 0.999f, 0.001f, 1e-8f, 1e-3f, 0.5f, 0.25f}}};
         r.grads = grads.data();
         r.grads_size = grads.size();
+        r.due = due;
         if (state) {
             r.state = reinterpret_cast<char*>(state);
         } else {
@@ -229,7 +233,33 @@ static void memory_needs_no_drive(TempDir& dir) {
     }
 }
 
+// One that is due sooner does not even wait for the reads of the others.
+static void memory_waits_for_no_reads(TempDir& dir) {
+    static auto& kept = *new std::vector<std::pair<std::unique_ptr<Rig>, std::vector<float>>>;
+    std::vector<float> want(3 * kElements, 1.0f);
+    CHECK(Rig(dir).submit(want.data(), false)->wait(std::nullopt));
+    kept.emplace_back(std::make_unique<Rig>(dir, std::chrono::milliseconds(300), 12),
+                      std::vector<float>(3 * kElements, 1.0f));
+    Rig& rig = *kept.back().first;
+    which = Op::read;
+    at = 0;
+    frozen = true;
+    fault = Fault::dead;
+    const auto lost = rig.submit(nullptr, true, 5);
+    const auto memory = rig.submit(kept.back().second.data(), false, 1);
+    CHECK(memory->wait(std::chrono::seconds(20)));
+    memory->outcome();
+    CHECK(kept.back().second == want);
+    CHECK(lost->wait(std::chrono::seconds(20)));
+    CHECK(must_throw<IoFailure>([&] { lost->outcome(); }).error.code == ETIMEDOUT);
+    calm();
+    rig.engine->close();
+    rig.stepper->close();
+    CHECK(kept.back().second == want);
+}
+
 static void everything(TempDir& dir) {
+    memory_waits_for_no_reads(dir);
     memory_needs_no_drive(dir);
     short_transfers_change_nothing(dir);
     every_transfer_may_fail(dir);

@@ -15,6 +15,7 @@ from tierzero.manifest import Manifest
 
 FILES = ("metrics.jsonl", "summary.json", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard", "export")
+STORE = ("manifest.json", "data.bin", members.NAME)
 _OURS = {"model", "random", "step", "scheduler"}  # keys of what a run keeps with its snapshots
 
 
@@ -30,7 +31,7 @@ def holds_files(out: Path) -> bool:
 
 def store_exists(store: Path) -> bool:
     """Whether there is a tierzero store in this directory."""
-    return any(os.path.lexists(store / name) for name in ("manifest.json", "data.bin", members.NAME))
+    return any(os.path.lexists(store / name) for name in STORE)
 
 
 def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any] | None:
@@ -75,11 +76,10 @@ def _foreign(found: Manifest | None) -> str | None:
 
 def _check_ours(config: Config) -> None:
     """ConfigError where --overwrite would give up what is not a run's, or may not be."""
-    inside = (path.parent for name in FOLDERS for path in (config.train.out / name).rglob("*"))
-    for folder in sorted({*inside, *(config.train.out / name for name in FOLDERS)}):
-        if store_exists(folder):
+    for path in (path for name in FOLDERS for path in sorted((config.train.out / name).rglob("*"))):
+        if path.name in STORE:
             raise ConfigError(
-                f"{folder} holds a store, and --overwrite would remove the folder: name another directory with "
+                f"{path.parent} holds a store, and --overwrite would remove the folder: name another directory with "
                 "--set train.out=DIR, or move the store"
             )
     for store in filter(store_exists, config.stores):
