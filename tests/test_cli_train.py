@@ -321,6 +321,17 @@ def test_a_store_of_a_run_elsewhere(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
+    """No run makes it: it is named, and stays."""
+    (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "out" / "metrics.jsonl" / "mine").touch()
+    done = train(tmp_path / "out", flags=("--overwrite",))
+    assert done.returncode == 2
+    assert "metrics.jsonl is a directory" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "out" / "metrics.jsonl" / "mine").exists()
+
+
 @pytest.mark.parametrize("case", ["beside an empty one", "part of a striped one", "damaged", "its keys", "in export"])
 def test_overwrite_gives_up_nothing_of_others(case: str, tmp_path: Path) -> None:
     """Whatever state the store of another program is in."""
@@ -334,7 +345,9 @@ def test_overwrite_gives_up_nothing_of_others(case: str, tmp_path: Path) -> None
     places = [store, tmp_path / "second"] if case == "part of a striped one" else [store]
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     tz.offload(model, tz.Tiers(nvme=places, host="64MiB", device="1MiB", compute="cpu"))
-    meta = {"model": "x", "random": None} if case == "its keys" else {}
+    meta = {}
+    if case == "its keys":
+        meta = {"model": {}, "random": None, "step": "one", "scheduler": [], "settings": {}, "text": "x"}
     tz.commit(model, tz.AdamW(model.parameters()), name="mine", meta=meta)
     tz.close(model)
     if case == "damaged":
@@ -345,4 +358,5 @@ def test_overwrite_gives_up_nothing_of_others(case: str, tmp_path: Path) -> None
     for flags in (("--overwrite",), ("--resume",)):
         done = train(out, chosen.get(case, f"tiers.nvme={store}"), flags=flags)
         assert done.returncode in (1, 2), (flags, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
         assert {path: path.read_bytes() for path in before} == before

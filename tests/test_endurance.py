@@ -116,6 +116,9 @@ def test_a_plan_says_how_many_steps_the_drives_stand(tmp_path: Path) -> None:
     assert rated.steps_to_tbw == 10**12 // rated.step_nvme_written
     assert "rating" not in str(plain.table())
     assert ("steps to rating", "-", "-", f"{rated.steps_to_tbw:,}") in rated.table()
+    lines = str(rated).splitlines()  # what print() shows
+    assert [line.split("  ")[0] for line in lines] == ["", *(row[0] for row in rated.table())]
+    assert all(cell in line for line, row in zip(lines[1:], rated.table(), strict=True) for cell in row)
 
 
 def test_a_plan_writes_what_a_step_writes(tmp_path: Path) -> None:

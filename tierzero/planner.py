@@ -56,6 +56,14 @@ class Plan:
     native: bool
     steps_to_tbw: int | None  # how many such steps new drives stand; None without a rating or without writing
 
+    def __str__(self) -> str:
+        """The table, under its heading."""
+        rows = [("", "device", "host", "NVMe"), *self.table()]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
     def table(self) -> list[tuple[str, str, str, str]]:
         """(what, device, host, NVMe) rows of the placement, as text."""
         size = format_size

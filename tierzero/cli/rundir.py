@@ -16,7 +16,8 @@ from tierzero.manifest import Manifest
 FILES = ("metrics.jsonl", "summary.json", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard", "export")
 STORE = ("manifest.json", "data.bin", members.NAME)
-_OURS = {"model", "random", "step", "scheduler"}  # keys of what a run keeps with its snapshots
+# what a run keeps with its snapshots
+_OURS = {"model": dict, "random": dict, "step": int, "scheduler": dict, "settings": dict, "text": str}
 
 
 def holds_run(config: Config) -> bool:
@@ -70,12 +71,18 @@ def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any
 def _foreign(found: Manifest | None) -> str | None:
     """The name of the store's latest snapshot if another program made it."""
     latest = found.latest if found is not None else None
-    ours = latest is None or (latest.meta.keys() >= _OURS and isinstance(latest.meta["model"], dict))
+    ours = latest is None or all(isinstance(latest.meta.get(key), kind) for key, kind in _OURS.items())
     return None if ours or latest is None else latest.name
 
 
 def _check_ours(config: Config) -> None:
     """ConfigError where --overwrite would give up what is not a run's, or may not be."""
+    for name in FILES:
+        if (config.train.out / name).is_dir():
+            raise ConfigError(
+                f"{config.train.out / name} is a directory, which no run makes: move it away, or name another directory "
+                "with --set train.out=DIR"
+            )
     for path in (path for name in FOLDERS for path in sorted((config.train.out / name).rglob("*"))):
         if path.name in STORE:
             raise ConfigError(

@@ -82,7 +82,11 @@ class HostArena:
                 )
             self.used += size
             self.peak = max(self.peak, self.used)
-        return Block(self, self._tensor[offset : offset + nbytes], offset)
+        # with a version counter of its own, as a slice has not: a change of one block is none of the others
+        tensor = torch.empty(0, dtype=torch.uint8).set_(
+            self._tensor.untyped_storage(), self._tensor.storage_offset() + offset, (nbytes,)
+        )
+        return Block(self, tensor, offset)
 
     def _give(self, offset: int, nbytes: int) -> None:
         size = round_up(nbytes, PAGE)
