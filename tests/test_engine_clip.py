@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
-from oracle import batches, loss_of, make, same
+from models import Net
+from oracle import Plain, batches, loss_of, make, same, tiered, tiers_for
 from pairs import backward_both, pair
 from torch import nn
 
 import tierzero as tz
+from tierzero.native import NATIVE
+from tierzero.optim import norms
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
@@ -123,5 +127,31 @@ def test_torch_clips_published_gradients(tmp_path: Path) -> None:
             assert same(*(torch.nn.utils.get_total_norm([p.grad for p in params]) for params in lists))
             plain.step()
             run.step()
+            plain.zero_grad()
+            run.zero_grad()
+
+
+@pytest.mark.skipif(NATIVE is None, reason="without the extension norms are computed when they are asked for")
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("overlap", ["deferred", "eager"])
+def test_norms_are_computed_once(overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward; clipping only combines them, whatever other units' gradients have done since."""
+    plain, model = Plain(make(Net)), make(Net)
+    with tiered(model, tiers_for(model, placement, tmp_path), overlap=overlap) as run:
+        for ids in batches(3):
+            backward_both(plain, run, ids)
+            run.engine.loop.do(lambda: None)  # all have begun
+
+            def no_more(tensors: object, threads: int | None = None) -> list[float]:
+                raise AssertionError("computed again")
+
+            for unit in run.engine.units:
+                if unit.norming is not None:
+                    run.engine.run(asyncio.wait([unit.norming]))
+            with monkeypatch.context() as patch:
+                patch.setattr(norms, "_norms", no_more)
+                total = tz.clip_grad_norm_(run.model.parameters(), 0.1)
+            assert same(plain.step(0.1), total)
+            run.optimizer.step()
             plain.zero_grad()
             run.zero_grad()

@@ -80,8 +80,8 @@ def _check_ours(config: Config) -> None:
     for name in FILES:
         if (config.train.out / name).is_dir():
             raise ConfigError(
-                f"{config.train.out / name} is a directory, which no run makes: move it away, or name another directory "
-                "with --set train.out=DIR"
+                f"{config.train.out / name} is a directory, which no run makes: move it away, or name another "
+                "directory with --set train.out=DIR"
             )
     for path in (path for name in FOLDERS for path in sorted((config.train.out / name).rglob("*"))):
         if path.name in STORE:
@@ -99,11 +99,11 @@ def _check_ours(config: Config) -> None:
                 f"{store} holds a store, and whether it is a run's cannot be told ({error}): name another directory "
                 "with --set tiers.nvme=DIR, or remove the store yourself"
             ) from None
-        name = _foreign(found)
-        if name is not None:
+        snapshot = _foreign(found)
+        if snapshot is not None:
             raise ConfigError(
-                f"{store} holds the snapshot {name!r}, which was not made by tierzero train, and --overwrite removes "
-                "runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
+                f"{store} holds the snapshot {snapshot!r}, which was not made by tierzero train, and --overwrite "
+                "removes runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
             )
 
 

@@ -84,7 +84,7 @@ class HostArena:
             self.peak = max(self.peak, self.used)
         # with a version counter of its own, as a slice has not: a change of one block is none of the others
         tensor = torch.empty(0, dtype=torch.uint8).set_(
-            self._tensor.untyped_storage(), self._tensor.storage_offset() + offset, (nbytes,)
+            self._tensor.untyped_storage(), self._tensor.storage_offset() + offset, (nbytes,), (1,)
         )
         return Block(self, tensor, offset)
 
