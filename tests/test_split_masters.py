@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,11 @@ def test_an_update_that_fails_is_done_again(name: str, tmp_path: Path, monkeypat
         with tiered(model, tiers(model, "cached", tmp_path / str(fails), name), **FORMATS[name]) as run:
             train(run, 2)
             tz.synchronize(model)
-            wait, left = run.engine.io.wait, [4 if fails else 0]
+            wait, broken = run.engine.io.wait, [fails]
 
-            async def waits(ticket: Any, wait: Any = wait, left: list[int] = left) -> Any:
+            async def waits(ticket: Any, wait: Any = wait, broken: list[bool] = broken) -> Any:
                 done = await wait(ticket)
-                if left[0] and isinstance(done, tuple):  # a state record's sums
-                    left[0] -= 1
+                if broken[0] and isinstance(done, tuple) and done != (None, None):  # a state record's sums
                     raise OSError(5, "Input/output error", "data.bin")
                 return done
 
@@ -53,10 +51,7 @@ def test_an_update_that_fails_is_done_again(name: str, tmp_path: Path, monkeypat
                 for unit_name, place in zip(unit.names, unit.layout.places, strict=True):
                     part = record.data[place.offset : place.offset + place.spec.nbytes]
                     assert torch.equal(part, before[unit_name].view(-1).view(torch.uint8))
-                while any(unit.pending is not None for unit in run.engine.units):
-                    with suppress(OSError):
-                        tz.synchronize(model)
-                assert left == [0]
+                broken[0] = False
             tz.synchronize(model)
             run.zero_grad()
             train(run, 2, seed=6)
