@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,10 @@ class Worker:
             self.process.communicate()
             self._said.seek(0)
             said = " ".join(self._said.read().split())[-400:]
-            raise RuntimeError(f"{' '.join(self.command)} ended: {said}")
+            ending = f"ended with {self.process.returncode}"
+            if self.process.returncode == -signal.SIGKILL:
+                ending = "was killed (out of memory?)"
+            raise RuntimeError(f"{' '.join(self.command)} {ending}: {said or 'without a word'}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
