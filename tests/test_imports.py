@@ -18,7 +18,9 @@ ROWS = [
         "errors",
         "sizes",
         "layout",
+        "recorded",
         "schedule",
+        "lookahead",
         "metrics",
         "native",
         "extents",
@@ -80,6 +82,8 @@ ROWS = [
     {"cli"},
 ]
 INSIDE = {
+    "schedule": {"recorded"},
+    "lookahead": {"schedule"},
     "profiles": {"drives"},
     "layout": {"errors"},
     "extents": {"layout"},
@@ -141,7 +145,7 @@ INSIDE = {
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {  # no torch
-    *("schedule", "layout", "extents", "errors", "sizes", "metrics", "state_format"),
+    *("recorded", "schedule", "lookahead", "layout", "extents", "errors", "sizes", "metrics", "state_format"),
     *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

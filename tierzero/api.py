@@ -238,7 +238,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
         "departures": trace.departures,
         "units": len(engine.units),
         "resident_units": sum(unit.residency is State.READY for unit in engine.units),
-        "native": engine.streamed.stepper is not None,
+        "native": engine.io is not None,
     }
 
 

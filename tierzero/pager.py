@@ -212,6 +212,7 @@ class Pager:
         await self.updates.settled(unit)
         if not keep_guess:
             await self.updates.withdraw(unit)
+            self.residency.ahead.rewind()
 
     def synchronize(self) -> None:
         """Wait for all queued updates; raises what the first failed one raised, after trying it again. Guesses are

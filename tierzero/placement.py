@@ -54,7 +54,7 @@ class Placement:
 
     @property
     def update_bytes(self) -> int:
-        """The chunk buffers of the streamed step."""
+        """The chunk buffers of the streamed step; none where nothing is trained, or without the native pipeline."""
         return self.slots * SLOT_BYTES * self.chunk
 
 
@@ -126,7 +126,7 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, nat
         left -= resident
     return Placement(
         chunk=chunk,
-        slots=slots,
+        slots=slots if native and trains else 0,
         staging_block=block if staging else 0,
         staging_blocks=staging,
         work_bytes=work,

@@ -18,12 +18,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tierzero.lookahead import Lookahead
 from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
 from tierzero.partition import enclosing
 from tierzero.pins import Pin
 from tierzero.placement import device_too_small
-from tierzero.schedule import Trace, choose_victims, prefetch_order
+from tierzero.schedule import Trace
 from tierzero.states import State
 from tierzero.transfer import Transfer
 from tierzero.unit import Unit
@@ -50,7 +51,7 @@ class Residency:
         self.updates = updates
         self.metrics = metrics
         self.trace = trace
-        self.budget = budget
+        self.ahead = Lookahead(trace, budget)
         self.depth = depth
         self.closed = False
         self.kicked = False
@@ -74,8 +75,9 @@ class Residency:
                     await asyncio.wait([coming.arrival])
                 elif not self._force(unit, now):
                     held = {u.name: u.layout.flat_bytes for u in self._resident.values() if u.pins}
-                    reserve = self.metrics.device_budget - self.budget
-                    raise device_too_small(unit.name, unit.layout.flat_bytes, self.budget, held, reserve)
+                    budget = self.ahead.budget
+                    reserve = self.metrics.device_budget - budget
+                    raise device_too_small(unit.name, unit.layout.flat_bytes, budget, held, reserve)
             else:
                 arrival = unit.arrival
                 assert arrival is not None
@@ -99,7 +101,7 @@ class Residency:
 
     def kick(self) -> None:
         """Look ahead soon, once for any number of calls. From any thread."""
-        if not self.kicked and not self.closed:
+        if not self.kicked and not self.closed and not self.ahead.settled:
             self.kicked = True
             try:
                 self.loop.call(self._look_ahead)
@@ -112,18 +114,25 @@ class Residency:
         self.kicked = False
         if self.closed or self.demanded is not None:
             return  # who demands it kicks afterwards
-        sizes, keep = self._residents()
-        size_of = lambda uid: self.units[uid].layout.flat_bytes
-        next_use = self.trace.next_use
-        # a guess is about to change what it would fetch, or would be given up for it
-        upcoming = (uid for uid in self.trace.upcoming() if self.units[uid].guess is None)
-        for fetch in prefetch_order(upcoming, sizes, size_of, self.budget, next_use, keep=keep, depth=self.depth):
+        while fetch := self.ahead.fetch(self._size, self._guessed, self._kept, self.depth):
             if not all(self._evict(self._resident[uid]) for uid in fetch.victims):
                 return
             unit = self.units[fetch.uid]
             unit.prefetched = True
             self.metrics.add("prefetched")
             self._start(unit)
+
+    def _size(self, uid: int) -> int:
+        return self.units[uid].layout.flat_bytes
+
+    def _guessed(self, uid: int) -> bool:
+        """Whether a guess is about to change what would be fetched, or would be given up for it."""
+        return self.units[uid].guess is not None
+
+    def _kept(self, uid: int) -> bool:
+        """Whether the unit must stay."""
+        unit = self.units[uid]
+        return bool(unit.residency is not State.READY or unit.in_backward or unit.pins)
 
     async def close(self) -> None:
         """Drop every device copy; nothing is fetched any more."""
@@ -136,17 +145,10 @@ class Residency:
 
     # -- moving --------------------------------------------------------------------------------------------------------
 
-    def _residents(self) -> tuple[dict[int, int], set[int]]:
-        """(the bytes of each resident unit, those that must stay)."""
-        units = self._resident.values()
-        keep = {unit.uid for unit in units if unit.pins or unit.in_backward or unit.residency is not State.READY}
-        return {unit.uid: unit.layout.flat_bytes for unit in units}, keep
-
     def _make_room(self, unit: Unit) -> bool:
         while True:
-            sizes, keep = self._residents()
-            need = unit.layout.flat_bytes - (self.budget - sum(sizes.values()))
-            victims = choose_victims(sizes, need, self.trace.next_use, keep)
+            need = unit.layout.flat_bytes - (self.ahead.budget - self.ahead.used)
+            victims = self.ahead.victims(need, self._kept)
             if victims is None:
                 return False
             if all(self._evict(self._resident[uid]) for uid in victims):
@@ -169,6 +171,7 @@ class Residency:
     def _start(self, unit: Unit) -> None:
         unit.become(State.FETCHING)
         self._resident[unit.uid] = unit
+        self.ahead.add(unit.uid, unit.layout.flat_bytes)
         self.metrics.device(unit.layout.flat_bytes)
         unit.arrival = asyncio.ensure_future(self._fetch(unit))
         unit.arrival.add_done_callback(_seen)
@@ -208,7 +211,8 @@ class Residency:
         return True
 
     def _forget(self, unit: Unit) -> None:
-        self._resident.pop(unit.uid, None)
+        del self._resident[unit.uid]
+        self.ahead.remove(unit.uid)
         unit.arrival = None
         self.transfer.free(unit)
         self.metrics.device(-unit.layout.flat_bytes)
