@@ -48,6 +48,7 @@ void cut(Request& request, char* data, std::size_t block) {
     request.pieces = std::make_unique<Piece[]>(count);
     request.count = request.left = count;
     Piece* piece = request.pieces.get();
+    const std::int64_t now = steady_now();
     for_each_piece(
         request, data, block,
         [&](const Member& member, std::uint64_t offset, std::size_t at, std::size_t n, bool bounce) {
@@ -58,6 +59,7 @@ void cut(Request& request, char* data, std::size_t block) {
             piece->data = data + at;
             piece->size = n;
             piece->bounce = bounce;
+            piece->queued = now;
             ++piece;
         });
 }

@@ -99,6 +99,7 @@ nb::dict describe_engine(const PyEngine& e) {
     out["reason"] = e.core->reason();
     out["block"] = e.core->options().block;
     out["depth"] = e.core->options().depth;
+    out["limit"] = e.core->options().limit;
     nb::list drives;
     for (const DriveInfo& info : e.core->drives()) {
         nb::dict drive;
@@ -253,19 +254,20 @@ void bind_io(nb::module_& m) {
         .def(
             "__init__",
             [](PyEngine* self, nb::handle kind, nb::handle block, nb::handle depth, nb::handle threads,
-               double deadline) {
+               double deadline, nb::handle limit) {
                 EngineOptions options;
                 options.kind = take_kind(kind);
                 options.block = take_size(block, "block");
                 options.depth = take_count(depth, "depth");
                 options.threads = take_count(threads, "threads");
+                options.limit = take_size(limit, "limit");
                 if (!(deadline > 0)) throw nb::value_error("deadline must be a positive number of seconds");
                 options.deadline = std::chrono::duration_cast<std::chrono::nanoseconds>(
                     std::chrono::duration<double>(std::min(deadline, 1e9)));
                 new (self) PyEngine(std::make_shared<Engine>(options));
             },
             nb::kw_only(), nb::arg("kind") = "auto", nb::arg("block") = 8 << 20, nb::arg("depth") = 16,
-            nb::arg("threads") = 0, nb::arg("deadline") = 60.0)
+            nb::arg("threads") = 0, nb::arg("deadline") = 60.0, nb::arg("limit") = 0)
         .def_prop_ro("name", [](const PyEngine& e) { return e.core->name(); })
         .def_prop_ro("block", [](const PyEngine& e) { return e.core->options().block; })
         .def_prop_ro("depth", [](const PyEngine& e) { return e.core->options().depth; })

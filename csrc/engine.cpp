@@ -17,6 +17,8 @@ namespace {
 constexpr std::chrono::nanoseconds kMoment = std::chrono::milliseconds(200),
                                    kPatience = std::chrono::hours(1);
 
+constexpr std::uint64_t kLeastLimit = 1'000'000;  // a block must not take minutes
+
 EngineOptions checked(const EngineOptions& options) {
     const auto refuse = [](const std::string& text) { throw std::invalid_argument(text); };
     if (options.threads > 256)
@@ -25,6 +27,9 @@ EngineOptions checked(const EngineOptions& options) {
         refuse("a queue depth is 1 to 256, not " + std::to_string(options.depth));
     if (options.block < kPage || options.block % kPage != 0 || options.block > (std::size_t{1} << 30))
         refuse("an I/O block is a multiple of 4096 up to 1 GiB, not " + std::to_string(options.block));
+    if (options.limit != 0 && options.limit < kLeastLimit)
+        refuse("a drive's limit is at least " + std::to_string(kLeastLimit) + " bytes per second, not " +
+               std::to_string(options.limit));
     if (options.deadline < std::chrono::milliseconds(10)) refuse("an I/O deadline is at least 0.01 seconds");
     return options;
 }

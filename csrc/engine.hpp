@@ -27,6 +27,7 @@ struct EngineOptions {
     unsigned depth = 16;          // blocks in flight per drive
     unsigned threads = 0;         // of a pool, per drive; 0: depth
     std::chrono::nanoseconds deadline = std::chrono::seconds(60);
+    std::uint64_t limit = 0;  // bytes per second of each drive, reads and writes together; 0: none
     SysCalls calls = SysCalls::real();
 };
 

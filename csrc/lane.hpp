@@ -3,12 +3,14 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "pacer.hpp"
 #include "piece.hpp"
 
 namespace tz {
@@ -29,6 +31,7 @@ struct LaneOptions {
     unsigned depth = 0, threads = 0;
     int node = -1;  // NUMA node of the drive
     SysCalls calls;
+    std::shared_ptr<Pacer> pacer;  // of the drive; null: as fast as it goes
 };
 
 class Lane {
@@ -43,18 +46,34 @@ class Lane {
     virtual void unfix(const char* data) = 0;
     virtual const char* name() const noexcept = 0;
     const ByteCounts& counts() const noexcept { return counts_; }
+    // When a piece last ended, or was last let go by the limit: later, then, than the present at times.
     std::int64_t last_end() const noexcept { return last_end_.load(std::memory_order_relaxed); }
     int node() const noexcept { return options_.node; }
 
   protected:
     void finished(Piece& piece) noexcept {
         piece.since.store(Piece::kEnded, std::memory_order_relaxed);
-        last_end_.store(steady_now(), std::memory_order_relaxed);
+        not_stuck_before(steady_now());
+    }
+    // How long the piece must still wait for the limit, in nanoseconds. To be asked in the order of service;
+    // the time until then is not the drive's, so no deadline counts it.
+    std::int64_t wait_for_limit(Piece& piece) noexcept {
+        if (!options_.pacer) return 0;
+        if (piece.due == 0) {
+            piece.due = options_.pacer->take(piece.queued, piece.size);
+            not_stuck_before(piece.due);
+        }
+        return std::max<std::int64_t>(piece.due - steady_now(), 0);
     }
     const LaneOptions options_;
     ByteCounts counts_;
 
   private:
+    void not_stuck_before(std::int64_t when) noexcept {
+        std::int64_t known = last_end_.load(std::memory_order_relaxed);
+        while (known < when && !last_end_.compare_exchange_weak(known, when, std::memory_order_relaxed)) {
+        }
+    }
     std::atomic<std::int64_t> last_end_{0};  // steady nanoseconds
 };
 

@@ -35,6 +35,13 @@ Lane& Lanes::of(const Member& member) {
     return *entries_.back().lane;
 }
 
+std::shared_ptr<Pacer> Lanes::pacer_of(dev_t device) const {
+    if (options_.limit == 0) return nullptr;
+    for (const auto& entry : entries_)
+        if (entry.device == device) return entry.pacer;
+    return std::make_shared<Pacer>(options_.limit);
+}
+
 Lanes::Entry Lanes::make(const Member& member) {
     LaneOptions options;
     options.block = options_.block;
@@ -42,7 +49,8 @@ Lanes::Entry Lanes::make(const Member& member) {
     options.threads = options_.threads ? options_.threads : options_.depth;
     options.calls = options_.calls;
     options.node = drive_node(member.device());
-    Entry entry{member.device(), member.direct(), nullptr, {}};
+    options.pacer = pacer_of(member.device());
+    Entry entry{member.device(), member.direct(), nullptr, options.pacer, {}};
     // A buffered transfer is a copy, which one thread would do one after the other.
     if (ring_ && member.direct()) {
         entry.lane = UringLane::make(options, sink_, entry.reason);

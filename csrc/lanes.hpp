@@ -30,6 +30,7 @@ class Lanes {
         dev_t device;
         bool direct;
         std::shared_ptr<Lane> lane;
+        std::shared_ptr<Pacer> pacer;
         std::string reason;
     };
     struct Buffer {  // registered
@@ -37,6 +38,7 @@ class Lanes {
         std::size_t size;
     };
     Entry make(const Member& member);
+    std::shared_ptr<Pacer> pacer_of(dev_t device) const;
     void forget(const char* data);  // the mutex is held
 
     const EngineOptions options_;

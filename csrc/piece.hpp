@@ -36,6 +36,7 @@ struct Piece {
     char* block = nullptr;                     // the bounce block, while there is one
     std::size_t done = 0;                      // bytes
     int stalls = 0;                            // tries without progress
+    std::int64_t queued = 0, due = 0;          // steady nanoseconds; due: when a limit lets it go, or 0
     std::atomic<std::int64_t> since{kQueued};  // steady nanoseconds when the kernel first got it, or:
     static constexpr std::int64_t kQueued = 0, kEnded = -1;
     Piece* next = nullptr;  // in a lane's queue

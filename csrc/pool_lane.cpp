@@ -37,10 +37,11 @@ void PoolLane::work() {
     std::unique_ptr<Slab> bounce;
     std::unique_lock lock(mutex_);
     for (;;) {
-        wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+        wake_.wait(lock, [this] { return queue_.empty() ? stop_ : !pacing_; });
         Piece* const piece = queue_.pop();
         if (piece == nullptr) return;
         ++busy_;
+        if (!sink_.moot(*piece)) pace(*piece, lock);
         lock.unlock();
         std::optional<IoError> error;
         if (!sink_.moot(*piece)) {
@@ -62,6 +63,18 @@ void PoolLane::work() {
         --busy_;
         idle_.notify_all();
     }
+}
+
+void PoolLane::pace(Piece& piece, std::unique_lock<std::mutex>& lock) {
+    std::int64_t left = wait_for_limit(piece);
+    if (left == 0) return;
+    pacing_ = true;
+    lock.unlock();
+    for (; left > 0; left = wait_for_limit(piece))
+        std::this_thread::sleep_for(std::chrono::nanoseconds(left));
+    lock.lock();
+    pacing_ = false;
+    wake_.notify_all();
 }
 
 void PoolLane::move(Piece& piece) {

@@ -25,6 +25,7 @@ class PoolLane final : public Lane, public std::enable_shared_from_this<PoolLane
 
   private:
     void work();
+    void pace(Piece& piece, std::unique_lock<std::mutex>& lock);
     void move(Piece& piece);
 
     Sink& sink_;
@@ -33,6 +34,8 @@ class PoolLane final : public Lane, public std::enable_shared_from_this<PoolLane
     PieceQueue queue_;
     unsigned busy_ = 0;
     bool stop_ = false;
+    bool pacing_ =
+        false;  // a thread waits with its piece for the limit: the next piece's turn comes after it
     std::vector<std::thread> threads_;
 };
 

@@ -16,7 +16,6 @@ using namespace uring;
 namespace {
 
 constexpr unsigned kEntries = 256;  // submissions
-constexpr unsigned kMost = 240;     // pieces in flight: the eventfd needs a place too
 constexpr unsigned kFiles = 64, kBuffers = 64, kBounceBlocks = 16;
 constexpr std::size_t kLargestBuffer = std::size_t{1} << 30;  // the kernel's limit for one
 constexpr std::int64_t kMillisecond = 1'000'000;
@@ -119,7 +118,7 @@ bool UringLane::stop(std::chrono::nanoseconds patience) {
 void UringLane::run() {
     for (;;) {
         take_orders();
-        if (stopping_ && queue_.empty() && in_flight_ == 0 && later_.empty()) break;
+        if (stopping_ && queue_.empty() && in_flight_ == 0 && later_.empty() && !held_) break;
         fill();
         arm();
         {
@@ -127,7 +126,7 @@ void UringLane::run() {
             if (incoming_ || !orders_.empty() || stop_ != stopping_) continue;
             asleep_ = true;
         }
-        const int code = ring_->enter(later_.empty() ? -1 : kMillisecond);
+        const int code = ring_->enter(patience());
         {
             std::lock_guard lock(mutex_);
             asleep_ = false;
@@ -164,18 +163,28 @@ void UringLane::take_orders() {
 }
 
 void UringLane::fill() {
-    const std::size_t window = options_.block * options_.depth;
-    while (!queue_.empty() && in_flight_ < kMost && (in_flight_ == 0 || bytes_in_flight_ < window)) {
-        Piece* const piece = queue_.pop();
+    while ((held_ || !queue_.empty()) && room()) {
+        Piece* const piece = held_ ? std::exchange(held_, nullptr) : queue_.pop();
         if (sink_.moot(*piece)) {
             end(*piece, std::nullopt);
             continue;
+        }
+        if (wait_for_limit(*piece) > 0) {
+            held_ = piece;
+            break;
         }
         if (!issue(*piece)) {
             queue_.push_front(piece);
             break;
         }
     }
+}
+
+std::int64_t UringLane::patience() const {
+    const std::int64_t retry = later_.empty() ? -1 : kMillisecond;
+    if (!held_ || !room()) return retry;
+    const std::int64_t left = std::max<std::int64_t>(held_->due - steady_now(), 0);
+    return retry < 0 ? left : std::min(left, retry);
 }
 
 // False when it must wait for a bounce block or a place in the ring.
@@ -268,6 +277,7 @@ void UringLane::end(Piece& piece, std::optional<IoError> error) {
 
 // The ring itself fails (it should not): whatever has not been submitted ends with the error.
 void UringLane::fail_everything(int code) {
+    if (held_) queue_.push_front(std::exchange(held_, nullptr));
     while (Piece* const piece = queue_.pop())
         end(*piece,
             IoError{code, describe(*piece) + ": io_uring_enter: " + errno_text(code), piece->member->path()});

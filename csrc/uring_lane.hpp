@@ -41,10 +41,15 @@ class UringLane final : public Lane, public std::enable_shared_from_this<UringLa
         std::size_t size = 0;
         const char* whole = nullptr;  // the buffer that this is a part of
     };
+    static constexpr unsigned kMost = 240;  // pieces in flight: the eventfd needs a place too
     void start(std::string& reason);
     void run();
     void take_orders();  // what other threads queued
     void fill();         // pieces -> submissions
+    bool room() const {  // for one more in flight
+        return in_flight_ < kMost && (in_flight_ == 0 || bytes_in_flight_ < options_.block * options_.depth);
+    }
+    std::int64_t patience() const;  // nanoseconds until there is something to do; -1: when something ends
     bool issue(Piece& piece);
     void arm();
     void reap();
@@ -74,6 +79,7 @@ class UringLane final : public Lane, public std::enable_shared_from_this<UringLa
     std::unique_ptr<Ring> ring_;
     PieceQueue queue_;
     std::vector<Piece*> later_;  // to be tried again at later_at_
+    Piece* held_ = nullptr;      // its turn has come, and the limit does not let it go yet
     std::int64_t later_at_ = 0;
     std::size_t in_flight_ = 0, bytes_in_flight_ = 0;
     std::uint64_t wakeups_ = 0;  // where the kernel puts the eventfd's count

@@ -28,6 +28,7 @@ ROWS = [
         "malloc",
         "stripes",
         "endurance",
+        "pace",
         "hugepages",
         "profiles",
         "drives",

@@ -209,7 +209,7 @@ class Engine:
     pwrite; "uring": OSError where it does not work; "pool". threads: of the pool, per drive; 0: `depth`. deadline:
     seconds that the drive may leave one piece unanswered: then its request fails with OSError(ETIMEDOUT) and a list of
     what was pending, while its buffer stays alive until the drive answers; until then nothing else is written to that
-    file.
+    file. limit: bytes per second of each drive, reads and writes together, from 1,000,000 on; 0: none.
     """
 
     def __init__(
@@ -220,6 +220,7 @@ class Engine:
         depth: int = 16,
         threads: int = 0,
         deadline: float = 60.0,
+        limit: int = 0,
     ) -> None: ...
     @property
     def name(self) -> str:
@@ -230,8 +231,8 @@ class Engine:
     @property
     def depth(self) -> int: ...
     def describe(self) -> dict[str, Any]:
-        """{"engine", "reason" why not io_uring, "block", "depth", "drives": one dict for each drive used so far:
-        {"device", "engine", "reason", "direct", "fixed_files", "fixed_buffers", "flags", "node", "bytes_read",
+        """{"engine", "reason" why not io_uring, "block", "depth", "limit", "drives": one dict for each drive used so
+        far: {"device", "engine", "reason", "direct", "fixed_files", "fixed_buffers", "flags", "node", "bytes_read",
         "bytes_written"}}.
         """
 

@@ -29,6 +29,7 @@ from tierzero.refit import States
 from tierzero.room import Room
 from tierzero.state_format import PLAIN, StateFormat
 from tierzero.store import Store
+from tierzero.tiers.base import open_block_file
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import HostArena
 from tierzero.transfer import make_transfer
@@ -102,11 +103,12 @@ class Engine:
         if NATIVE is not None:
             from tierzero.tiers.nvme import NativeEngine
 
-            self.io = NativeEngine(**engine_options(measured(directories)))
+            self.io = NativeEngine(**engine_options(measured(directories)), limit=self.tiers.drive_limit())
             self._undo.append(self.io.close)
         self.store: Store | None = None
         if directories:
-            self.store = Store(directories, engine=self.io, resume=resume, overwrite=overwrite)
+            opener = partial(open_block_file, limit=self.tiers.drive_limit())
+            self.store = Store(directories, engine=self.io, resume=resume, overwrite=overwrite, opener=opener)
             self._undo.append(self.store.close)
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
@@ -120,7 +122,7 @@ class Engine:
         ]
         if self.device.type == "cpu":
             keep_freed()
-        transfer = make_transfer(self.device, self.metrics, staging)
+        transfer = make_transfer(self.device, self.metrics, staging, self.tiers.device_limit())
         budget = self.metrics.device_budget - placement.grad_reserve
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
         split: list[str] = []

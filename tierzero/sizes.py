@@ -78,6 +78,25 @@ def parse_size(value: int | float | str, *, of: int | None = None, what: str = "
     return int(number * _UNITS[unit])
 
 
+LEAST_RATE = 1_000_000  # bytes per second that a limit may be: below it a block takes longer than a deadline
+
+
+def parse_rate(value: int | float | str, *, what: str = "rate") -> int:
+    """Whole bytes per second for a number or a string such as "1.5GB/s"; ValueError with a sentence otherwise, and
+    below LEAST_RATE.
+    """
+    given = re.sub(r"\s*/\s*s\s*\Z", "", value) if isinstance(value, str) else value
+    try:
+        rate = parse_size(given, what=what)
+    except ValueError:
+        raise ValueError(
+            f'{what} {repr(value)[:80]} is not a rate; write bytes per second or a string such as "1.5GB/s"'
+        ) from None
+    if rate < LEAST_RATE:
+        raise ValueError(f"{what} must be at least 1 MB/s, got {value!r}")
+    return rate
+
+
 def format_size(nbytes: int | float) -> str:
     """`nbytes` with a binary unit and three digits: 33.8 MiB."""
     size = float(nbytes)

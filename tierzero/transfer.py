@@ -17,6 +17,7 @@ import torch
 from tierzero.errors import TierzeroError
 from tierzero.malloc import advise_huge, mapped
 from tierzero.metrics import Metrics
+from tierzero.pace import Pacer
 from tierzero.tiers.host import Block
 from tierzero.unit import Unit
 
@@ -24,9 +25,11 @@ from tierzero.unit import Unit
 class Transfer:
     """The CPU as the device: fetches read straight into the unit's flat storage."""
 
-    def __init__(self, device: torch.device, metrics: Metrics) -> None:
+    def __init__(self, device: torch.device, metrics: Metrics, limit: int = 0) -> None:
+        """`limit`: bytes per second to the device, 0 for none."""
         self.device = device
         self.metrics = metrics
+        self._pacer = Pacer(limit) if limit else None
 
     def allocate(self, unit: Unit) -> None:
         """Give the unit its device bytes."""
@@ -40,7 +43,13 @@ class Transfer:
 
     async def load(self, unit: Unit) -> None:
         """Fill the unit's flat storage from the tiers. Called on the loop thread."""
-        self.count(unit)
+        nbytes = self.count(unit)
+        if self._pacer is None:
+            await self._load(unit)
+        else:  # bytes cross the link while more of them are read
+            await asyncio.gather(self._load(unit), self._pacer.pace(nbytes))
+
+    async def _load(self, unit: Unit) -> None:
         await asyncio.gather(*(unit.read_region(name, 0, unit.region(name)) for name in unit.layout.regions))
 
     def before_use(self, unit: Unit) -> None:
@@ -62,9 +71,11 @@ class Transfer:
         self.metrics.add("d2h", grad.nbytes)
         self.metrics.device_passing(grad.nbytes)
 
-    def count(self, unit: Unit) -> None:
-        """Account for one fetch."""
-        self.metrics.add("h2d", sum(nbytes for _, nbytes in unit.layout.regions.values()))
+    def count(self, unit: Unit) -> int:
+        """Account for one fetch; its bytes."""
+        nbytes = sum(nbytes for _, nbytes in unit.layout.regions.values())
+        self.metrics.add("h2d", nbytes)
+        return nbytes
 
     def close(self) -> None:
         """Wait for copies on their way."""
@@ -73,8 +84,8 @@ class Transfer:
 class CudaTransfer(Transfer):
     """A CUDA device; see Note [streams]. `staging` are pinned host blocks that fetches from disk pass through."""
 
-    def __init__(self, device: torch.device, metrics: Metrics, staging: list[Block]) -> None:
-        super().__init__(device, metrics)
+    def __init__(self, device: torch.device, metrics: Metrics, staging: list[Block], limit: int = 0) -> None:
+        super().__init__(device, metrics, limit)
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
         self._free_blocks = list(staging)
@@ -103,8 +114,7 @@ class CudaTransfer(Transfer):
     def mark(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
-    async def load(self, unit: Unit) -> None:
-        self.count(unit)
+    async def _load(self, unit: Unit) -> None:
         if unit.host_flat is not None:
             with torch.cuda.stream(self.h2d):
                 unit.flat.copy_(unit.host_flat.tensor[: unit.layout.flat_bytes], non_blocking=True)
@@ -166,12 +176,15 @@ class CudaTransfer(Transfer):
         torch.cuda.synchronize(self.device)
 
 
-def make_transfer(device: torch.device, metrics: Metrics, staging: list[Block]) -> Transfer:
-    """The transfer class for `device`. Raises TierzeroError for a device kind that is not supported."""
+def make_transfer(device: torch.device, metrics: Metrics, staging: list[Block], limit: int = 0) -> Transfer:
+    """The transfer class for `device`; `limit` is its link's, in bytes per second, 0 for none.
+
+    Raises TierzeroError for a device kind that is not supported.
+    """
     if device.type == "cpu":
-        return Transfer(device, metrics)
+        return Transfer(device, metrics, limit)
     if device.type == "cuda":
-        return CudaTransfer(device, metrics, staging)
+        return CudaTransfer(device, metrics, staging, limit)
     raise TierzeroError(
         f"tierzero computes on cpu or cuda devices, not on {device}; pass Tiers(compute='cpu') or a CUDA device"
     )

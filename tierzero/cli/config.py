@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from tierzero.cli.spelling import did_you_mean
 from tierzero.errors import ConfigError
-from tierzero.sizes import parse_size
+from tierzero.sizes import parse_rate, parse_size
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"layers": 8, "hidden": 64, "heads": 4},
@@ -67,6 +67,12 @@ def _rating(value: Any) -> Any:
     text = value.strip() if isinstance(value, str) else value
     if not parse_size(text):
         raise ValueError(f"must be more than zero bytes, got {value!r}")
+    return text
+
+
+def _limit(value: Any) -> Any:
+    text = value.strip() if isinstance(value, str) else value
+    parse_rate(text)
     return text
 
 
@@ -122,11 +128,13 @@ class TiersSection(Section):
     """Byte budgets. Unset: `device` a sixth of the parameters' bytes, `host` a quarter of the optimizer states'.
 
     `nvme`: one directory, or a list of them, one per drive. `nvme_tbw`: bytes that all these drives together are rated
-    to write.
+    to write. `nvme_limit`: bytes per second of each drive, `link_limit`: to the device, both at most.
     """
 
     nvme: Annotated[list[Path], BeforeValidator(_paths)] | None = None
     nvme_tbw: Annotated[int | float | str, BeforeValidator(_rating)] | None = None
+    nvme_limit: Annotated[int | float | str, BeforeValidator(_limit)] | None = None
+    link_limit: Annotated[int | float | str, BeforeValidator(_limit)] | None = None
     host: Annotated[int | float | str, BeforeValidator(_size)] | None = None
     device: Annotated[int | float | str, BeforeValidator(_size_or_auto)] | None = None
     prefetch: Annotated[int | str, BeforeValidator(_depth)] = "auto"
@@ -265,7 +273,7 @@ def _sentence(error: ErrorDetails) -> str:
         return f"{name} must be {sign} {context[key]:g}, got {value!r}"
     if kind == "value_error":
         said = str(context["error"])
-        return f"{name} {said.removeprefix('size ')}"
+        return f"{name} {said.removeprefix('size ').removeprefix('rate ')}"
     expected = {
         "int_type": "a whole number",
         "float_type": "a number",

@@ -48,6 +48,8 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
         prefetch=tiers.prefetch,
         gds=tiers.gds,
         nvme_tbw=tiers.nvme_tbw,
+        nvme_limit=tiers.nvme_limit,
+        link_limit=tiers.link_limit,
     )
 
 

@@ -113,11 +113,17 @@ async def settle(future: asyncio.Future[T]) -> T:
 
 
 def open_block_file(
-    path: str | Sequence[str], engine: Any = None, *, weights: Sequence[int] | None = None, stripe: int = 0
+    path: str | Sequence[str],
+    engine: Any = None,
+    *,
+    weights: Sequence[int] | None = None,
+    stripe: int = 0,
+    limit: int = 0,
 ) -> BlockFile:
     """Open or create `path`: through `engine` (a NativeEngine) when given, else through the portable tier.
 
-    Several paths are one file striped over them; StoreError without an engine, which alone can do that.
+    Several paths are one file striped over them; StoreError without an engine, which alone can do that. `limit` is the
+    portable tier's, in bytes per second; an engine has its own.
     """
     if engine is not None:
         from tierzero.tiers.nvme import NativeFile
@@ -130,4 +136,4 @@ def open_block_file(
             f"the store cannot be striped over {len(path)} directories without the native extension: give one "
             "directory, or reinstall with a compiler"
         )
-    return PortableFile(path)
+    return PortableFile(path, limit)

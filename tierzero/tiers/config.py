@@ -15,7 +15,7 @@ import torch
 from tierzero import cgroup
 from tierzero.directory import check_apart, listed
 from tierzero.errors import ConfigError
-from tierzero.sizes import parse_size
+from tierzero.sizes import parse_rate, parse_size
 
 AUTO_DEVICE_SHARE = 0.5  # of what is free: activations need the rest
 
@@ -34,6 +34,9 @@ class Tiers:
     prefetch: how many units to fetch ahead, or "auto": as far as the device budget reaches.
     gds: GPUDirect Storage, "auto" or "off".
     compute: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1"...
+    nvme_limit: bytes per second that each drive is held below, reads and writes together ("1GB/s", 5e8): for a drive
+    that others use too, or to see how a run would fare on a slower one; None: none.
+    link_limit: the same for parameters on their way to the compute device; None: none.
     """
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -43,6 +46,8 @@ class Tiers:
     gds: str = "auto"
     compute: str = "auto"
     nvme_tbw: int | float | str | None = None
+    nvme_limit: int | float | str | None = None
+    link_limit: int | float | str | None = None
 
     def directories(self) -> list[Path]:
         """The store's directories, one per drive; none without NVMe.
@@ -72,6 +77,14 @@ class Tiers:
         if not rating:
             raise ConfigError(f"nvme_tbw={self.nvme_tbw!r}: a rating is more than zero bytes; None if it is unknown")
         return rating
+
+    def drive_limit(self) -> int:
+        """Bytes per second of each drive, 0 without a limit."""
+        return _rate(self.nvme_limit, "nvme_limit")
+
+    def device_limit(self) -> int:
+        """Bytes per second to the compute device, 0 without a limit."""
+        return _rate(self.link_limit, "link_limit")
 
     def compute_device(self) -> torch.device:
         """Where forward and backward run. ConfigError for CUDA without one."""
@@ -129,6 +142,8 @@ class Tiers:
         self.host_bytes()
         self.device_bytes()
         self.depth()
+        self.drive_limit()
+        self.device_limit()
         if self.gds not in ("auto", "off"):
             raise ConfigError(f'gds={self.gds!r}: use "auto" or "off"; this version has no GPUDirect path to force')
 
@@ -136,6 +151,13 @@ class Tiers:
 def _size(value: int | float | str, of: int, what: str) -> int:
     try:
         return parse_size(value, of=of, what=what)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _rate(value: int | float | str | None, what: str) -> int:
+    try:
+        return 0 if value is None else parse_rate(value, what=what)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -10,17 +10,21 @@ from typing import Any
 import aiofiles
 import torch
 
+from tierzero.pace import Pacer
 from tierzero.tiers.base import memory_of, settle
 
 _IDLE = 8  # handles kept open between operations
 
 
 class PortableFile:
-    """See BlockFile. Every operation has a handle of its own, because a handle has one position; idle ones are kept."""
+    """See BlockFile. Every operation has a handle of its own, because a handle has one position; idle ones are kept.
+
+    limit: bytes per second, reads and writes together; 0: none.
+    """
 
     alignment = 1
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, limit: int = 0) -> None:
         self.path = path
         self.paths = [path]
         self.bytes_read = 0
@@ -28,17 +32,24 @@ class PortableFile:
         self._idle: list[Any] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that the idle handles belong to
         self._closed = False
+        self._pacer = Pacer(limit) if limit else None
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     async def read(self, offset: int, out: torch.Tensor) -> None:
         memory = memory_of(out)
+        await self._pace(len(memory))
         await settle(asyncio.ensure_future(self._read(offset, memory)))
         self.bytes_read += len(memory)
 
     async def write(self, offset: int, data: torch.Tensor) -> None:
         memory = memory_of(data)
+        await self._pace(len(memory))
         await settle(asyncio.ensure_future(self._write(offset, memory)))
         self.bytes_written += len(memory)
+
+    async def _pace(self, nbytes: int) -> None:
+        if self._pacer is not None and nbytes:
+            await self._pacer.pace(nbytes)
 
     async def _read(self, offset: int, memory: memoryview) -> None:
         at = offset

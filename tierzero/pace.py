@@ -1,0 +1,24 @@
+"""A link's bytes per second held below a limit, on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+
+class Pacer:
+    """Shares time out: n bytes take at least n / `rate` seconds however they are cut. `rate` is bytes per second.
+
+    Time in which nothing was asked for earns nothing. For one thread: that of the loop.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._free = -math.inf  # of time.monotonic, when the bytes asked for so far have passed
+
+    async def pace(self, nbytes: int) -> None:
+        """Return once `nbytes` more may have passed. Cancelled, their time is taken all the same."""
+        due = self._free = max(self._free, time.monotonic()) + nbytes / self.rate
+        while (left := due - time.monotonic()) > 0:
+            await asyncio.sleep(left)
