@@ -88,7 +88,7 @@ class Lookahead:
     def fetch(
         self, size: Callable[[Unit], int], skip: Callable[[Unit], bool], kept: Kept, depth: int | None
     ) -> Fetch | None:
-        """The first fetch that `prefetch_order` plans from here, without what is to be skipped; None if there is none."""
+        """The first fetch that `prefetch_order` plans without what is to be skipped; None if there is none."""
         self._follow()
         uid = self._next(skip) if depth is None else self._near(skip, depth)
         if uid is None:
