@@ -21,6 +21,7 @@ ROWS = [
         "recorded",
         "schedule",
         "lookahead",
+        "waiting",
         "metrics",
         "native",
         "extents",
@@ -85,6 +86,7 @@ ROWS = [
 INSIDE = {
     "schedule": {"recorded"},
     "lookahead": {"schedule"},
+    "waiting": {"schedule"},
     "profiles": {"drives"},
     "layout": {"errors"},
     "extents": {"layout"},
@@ -146,7 +148,18 @@ INSIDE = {
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {  # no torch
-    *("recorded", "schedule", "lookahead", "layout", "extents", "errors", "sizes", "metrics", "state_format"),
+    *(
+        "recorded",
+        "schedule",
+        "lookahead",
+        "waiting",
+        "layout",
+        "extents",
+        "errors",
+        "sizes",
+        "metrics",
+        "state_format",
+    ),
     *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

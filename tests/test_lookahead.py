@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tierzero.lookahead import Lookahead
 from tierzero.schedule import Fetch, Trace, choose_victims, prefetch_order
+from tierzero.waiting import Waiting
 
 UNITS = 12
 STEPS = st.lists(st.integers(0, UNITS - 1), min_size=1, max_size=24)
@@ -145,3 +146,47 @@ def test_what_is_passed_over_is_ordered_anew() -> None:
     assert ahead.victims(6, lambda uid: False) == [4, 3, 2, 1, 0, 5]
     trace.use(1)  # 4 was used twice
     assert ahead.victims(6, lambda uid: False) == [1, 0, 5, 4, 3, 2]
+
+
+@given(
+    STEPS,
+    st.lists(
+        st.tuples(
+            st.sampled_from(["use"] * 4 + ["odd", "end", "add", "add", "urgent", "hurry", "gone"]), st.integers(0, 99)
+        ),
+        max_size=60,
+    ),
+)
+def test_jobs_take_turns_in_the_order_of_next_use(step: list[int], moves: list[tuple[str, int]]) -> None:
+    trace = Trace(step)
+    waiting: Waiting[int] = Waiting(trace, lambda job: job % UNITS)
+    jobs: list[int] = []
+    urgent: list[int] = []
+    at = 0
+    for move, number in moves:
+        if move == "use":
+            trace.use(step[at % len(step)])
+            at += 1
+        elif move == "odd":
+            trace.use(number % UNITS)
+        elif move == "end":
+            trace.end_step()
+            at = 0
+        elif move in ("add", "urgent"):
+            waiting.add(number, urgent=move == "urgent")
+            jobs += [number] * (number not in jobs)
+            urgent += [number] * (move == "urgent" and number not in urgent)
+        elif move == "hurry":
+            waiting.hurry(number)
+            urgent += [number] * (number in jobs and number not in urgent)
+        else:
+            waiting.discard(number)
+            jobs, urgent = [j for j in jobs if j != number], [j for j in urgent if j != number]
+        assert len(waiting) == len(jobs)
+        if urgent:
+            assert waiting.first() == (urgent[0], True)
+        elif jobs:
+            job, hurried = waiting.first()
+            assert not hurried
+            assert job in waiting
+            assert trace.next_use(job % UNITS) == min(trace.next_use(j % UNITS) for j in jobs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,39 +13,53 @@ from hypothesis import strategies as st
 from tierzero.schedule import FAR, Trace, choose_victims, prefetch_order
 
 
+@lru_cache(None)
+def victim(distances: tuple[int, ...]) -> int:
+    """Which of the resident units `choose_victims` evicts for one byte, all having one, by their next uses."""
+    chosen = choose_victims(dict.fromkeys(range(len(distances)), 1), 1, distances.__getitem__)
+    assert chosen is not None
+    assert len(chosen) == 1
+    return chosen[0]
+
+
 def misses_of_min(uses: Sequence[int], capacity: int) -> int:
     """Misses when `choose_victims` decides, with units of one byte and the future known."""
-    resident: dict[int, int] = {}
+    again = [uses.index(uid, at + 1) if uid in uses[at + 1 :] else FAR for at, uid in enumerate(uses)]
+    resident: dict[int, int] = {}  # unit -> its next use
     misses = 0
     for now, uid in enumerate(uses):
-        if uid in resident:
-            continue
-        misses += 1
-        rest = uses[now + 1 :]
-        need = len(resident) + 1 - capacity
-        victims = choose_victims(resident, need, lambda u, r=rest: r.index(u) if u in r else FAR)
-        assert victims is not None
-        assert len(victims) == max(need, 0)
-        for victim in victims:
-            del resident[victim]
-        resident[uid] = 1
+        if uid not in resident:
+            misses += 1
+            if len(resident) == capacity:
+                del resident[list(resident)[victim(tuple(resident.values()))]]
+        resident[uid] = again[now]
     return misses
 
 
-def fewest_misses(uses: tuple[int, ...], capacity: int) -> int:
+States = dict[frozenset[int], int]  # what may be resident -> the fewest misses so far
+
+
+def any_policy(states: States, uid: int, capacity: int) -> States:
+    """What demand fetching can have come to after one more use, whatever it evicts."""
+    after: States = {}
+    for resident, misses in states.items():
+        if uid in resident:
+            ends = [(resident, misses)]
+        elif len(resident) < capacity:
+            ends = [(resident | {uid}, misses + 1)]
+        else:
+            ends = [(resident - {gone} | {uid}, misses + 1) for gone in resident]
+        for end, count in ends:
+            after[end] = min(count, after.get(end, count))
+    return after
+
+
+def fewest_misses(uses: Sequence[int], capacity: int) -> int:
     """The best that any policy of demand fetching can do, by trying all victims."""
-
-    @lru_cache(None)
-    def best(now: int, resident: frozenset[int]) -> int:
-        if now == len(uses):
-            return 0
-        if uses[now] in resident:
-            return best(now + 1, resident)
-        if len(resident) < capacity:
-            return 1 + best(now + 1, resident | {uses[now]})
-        return 1 + min(best(now + 1, resident - {victim} | {uses[now]}) for victim in resident)
-
-    return best(0, frozenset())
+    states: States = {frozenset(): 0}
+    for uid in uses:
+        states = any_policy(states, uid, capacity)
+    return min(states.values())
 
 
 def misses_of_lru(uses: Sequence[int], capacity: int) -> int:
@@ -63,20 +76,30 @@ def misses_of_lru(uses: Sequence[int], capacity: int) -> int:
     return misses
 
 
-def short_traces(length: int, units: int) -> list[tuple[int, ...]]:
-    """All traces of `length`, up to renaming: each unit first appears in order of its number."""
-    return [
-        uses
-        for uses in itertools.product(range(units), repeat=length)
-        if all(uid <= max(uses[:at], default=-1) + 1 for at, uid in enumerate(uses))
-    ]
-
-
 @pytest.mark.parametrize("capacity", [1, 2, 3])
 def test_min_is_as_good_as_brute_force_on_all_short_traces(capacity: int) -> None:
-    for length in range(1, 9):
-        for uses in short_traces(length, 4):
-            assert misses_of_min(uses, capacity) == fewest_misses(uses, capacity), uses
+    """All traces of up to 12 uses of 4 units, for 3 sizes of the budget.
+
+    Units are numbered in the order of their first use, and none is used twice in a row: the second time is a hit under
+    any policy and leaves everything as it is, so such a trace has the misses of a shorter one.
+    """
+    seen = 0
+    todo: list[tuple[tuple[int, ...], States]] = [((), {frozenset(): 0})]
+    while todo:
+        uses, states = todo.pop()
+        if uses:
+            seen += 1
+            assert misses_of_min(uses, capacity) == min(states.values()), uses
+        if len(uses) < 12:
+            units = range(min(max(uses, default=-1) + 2, 4))
+            fresh = [uid for uid in units if not uses or uid != uses[-1]]
+            todo += [((*uses, uid), any_policy(states, uid, capacity)) for uid in fresh]
+    assert seen == 1 + sum((3 ** (length - 2) + 1) // 2 for length in range(2, 13))  # as many as there are
+
+
+@given(st.lists(st.integers(0, 8), max_size=16), st.integers(1, 6))
+def test_min_is_as_good_as_brute_force_on_any_trace(uses: list[int], capacity: int) -> None:
+    assert misses_of_min(uses, capacity) == fewest_misses(uses, capacity)
 
 
 def test_min_beats_lru_on_a_sweep() -> None:

@@ -27,6 +27,7 @@ from tierzero.placement import Placement, UnitSize, place
 from tierzero.records import HostRecord
 from tierzero.refit import States
 from tierzero.room import Room
+from tierzero.schedule import Trace
 from tierzero.state_format import PLAIN, StateFormat
 from tierzero.store import Store
 from tierzero.tiers.base import open_block_file
@@ -116,7 +117,10 @@ class Engine:
         self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
         self.states = States(self, [unit.layout for unit in self.units])
         self.streamed = self.states.streamed()
-        self.updates = UpdateQueue(self.metrics, self.streamed.width)
+        order = [unit.uid for unit in self.units]
+        trace = Trace(order + order[::-1])
+        trace.begin_step()
+        self.updates = UpdateQueue(self.metrics, self.streamed.width, trace)
         staging = [
             self.arena.allocate(placement.staging_block, "staging for fetches") for _ in range(placement.staging_blocks)
         ]

@@ -18,7 +18,6 @@ from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
 from tierzero.pins import Pin
 from tierzero.residency import Residency
-from tierzero.schedule import Trace
 from tierzero.states import State
 from tierzero.transfer import Transfer
 from tierzero.unit import Unit
@@ -45,10 +44,7 @@ class Pager:
         self.transfer = transfer
         self.updates = updates
         self.metrics = metrics
-        order = [unit.uid for unit in units]
-        self.trace = Trace(order + order[::-1])
-        self.trace.begin_step()
-        updates.next_use, updates.due = self.trace.next_use, self.trace.due
+        self.trace = updates.trace
         self.residency = Residency(units, loop, transfer, updates, metrics, self.trace, budget, depth)
         self._ticks = itertools.count(1)  # numbers the beginnings of backward
 

@@ -26,7 +26,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tierzero.metrics import Metrics
+from tierzero.schedule import Trace
 from tierzero.unit import Unit
+from tierzero.waiting import Waiting
 
 
 class Work(Protocol):
@@ -153,16 +155,15 @@ class Guess(Update):
 
 class UpdateQueue:
     """Lives on the loop thread; all but the constructor runs there. At most `width` updates are on their way at a
-    time, and one more if the very next use waits for it; `due` and `next_use` are those of the trace.
+    time, and one more if the very next use waits for it.
     """
 
-    def __init__(self, metrics: Metrics, width: int) -> None:
+    def __init__(self, metrics: Metrics, width: int, trace: Trace) -> None:
         self.metrics = metrics
         self.width = width
-        self.due: Callable[[int], int] = lambda uid: 0
-        self.next_use: Callable[[int], int] = lambda uid: 1
+        self.trace = trace
         self.may_exceed: Callable[[], bool] = lambda: True  # whether there is room for one more than `width`
-        self._waiting: list[Update] = []
+        self._waiting: Waiting[Update] = Waiting(trace, lambda job: job.unit.uid)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def put(self, jobs: list[Update]) -> None:
@@ -170,7 +171,9 @@ class UpdateQueue:
         for job in jobs:
             if not job.queued:
                 job.queued = True
-                self._waiting.append(job)
+                self._waiting.add(job, urgent=job.urgent)
+            elif job.urgent:
+                self._waiting.hurry(job)
         self._pump()
 
     def commit(self, guess: Guess) -> None:
@@ -198,8 +201,7 @@ class UpdateQueue:
         guess = unit.guess
         if guess is None:
             return
-        if guess in self._waiting:
-            self._waiting.remove(guess)
+        self._waiting.discard(guess)
         self.metrics.add("guesses_dropped", not guess.withdrawn)
         await guess.undo()
         if unit.guess is guess:
@@ -209,6 +211,7 @@ class UpdateQueue:
         """Somebody waits for the unit's update: it goes before all others that have not begun."""
         if unit.pending is not None:
             unit.pending.urgent = True
+            self._waiting.hurry(unit.pending)
             self._pump()
 
     async def settled(self, unit: Unit, *, urgent: bool = True) -> None:
@@ -235,12 +238,12 @@ class UpdateQueue:
 
     def _pump(self) -> None:
         while self._waiting:
-            job = min(self._waiting, key=lambda job: (not job.urgent, self.due(job.unit.uid)))
-            wanted_now = job.urgent or self.next_use(job.unit.uid) == 0
+            job, urgent = self._waiting.first()
+            wanted_now = urgent or self.trace.next_use(job.unit.uid) == 0
             if len(self._tasks) >= self.width + (wanted_now and self.may_exceed()):
                 return
-            self._waiting.remove(job)
-            job.due = 0 if job.urgent else self.due(job.unit.uid)
+            self._waiting.discard(job)
+            job.due = 0 if urgent else self.trace.due(job.unit.uid)
             task = asyncio.ensure_future(self._run(job))
             self._tasks.add(task)
             task.add_done_callback(self._done)

@@ -94,8 +94,8 @@ class AdamW(TieredOptimizer):
         try:
             _check_group(group, self.format)
             places = [self._place(param, index) for index, param in enumerate(group["params"])]
-            for unit in dict.fromkeys(unit for unit, _ in places):
-                unit.owner.ensure_state(self.format)
+            for owner in dict.fromkeys(unit.owner for unit, _ in places):
+                owner.ensure_state(self.format)
         except BaseException:
             self.param_groups.pop()
             raise
