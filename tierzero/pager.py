@@ -45,6 +45,7 @@ class Pager:
         self.updates = updates
         self.metrics = metrics
         self.trace = updates.trace
+        updates.landed = transfer.landed
         self.residency = Residency(units, loop, transfer, updates, metrics, self.trace, budget, depth)
         self._ticks = itertools.count(1)  # numbers the beginnings of backward
 

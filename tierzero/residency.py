@@ -185,7 +185,8 @@ class Residency:
                     await self.updates.withdraw(unit)  # it overwrites the bytes that are fetched
                 version = unit.version
                 await self.transfer.load(unit)
-                if unit.version == version:
+                overwritten = unit.host_flat is not None and unit.guess is not None  # by a guess that began meanwhile
+                if unit.version == version and not overwritten:
                     break
         except BaseException:
             unit.become(State.REST)

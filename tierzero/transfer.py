@@ -4,7 +4,10 @@ Note [streams]
 Three streams: the user's compute stream, one for host-to-device and one for device-to-host copies. A unit's storage is
 allocated on the copy stream, so freed memory is reused there in order; before it is freed, the copy stream waits for
 the event of its last use on the compute stream. Compute waits for a unit's ready event, never the host. A gradient is
-copied out after an event on the compute stream, and whoever reads it on the host waits for its copy event first.
+copied out after an event on the compute stream, and whoever reads it on the host waits for its copy event first: the
+step, and on other threads the norms and the updates that begin in backward. The thread that runs forward and backward
+waits for no stream between two units; a unit that is not there yet it waits for, until its copy is queued (from host
+memory) or done (from NVMe).
 """
 
 from __future__ import annotations
@@ -71,6 +74,9 @@ class Transfer:
         self.metrics.add("d2h", grad.nbytes)
         self.metrics.device_passing(grad.nbytes)
 
+    async def landed(self, unit: Unit) -> None:
+        """Return when the gradients of `unit` are in host memory, and nothing is being copied from there any more."""
+
     def count(self, unit: Unit) -> int:
         """Account for one fetch; its bytes."""
         nbytes = sum(nbytes for _, nbytes in unit.layout.regions.values())
@@ -91,7 +97,7 @@ class CudaTransfer(Transfer):
         self._free_blocks = list(staging)
         self.block_bytes = min((block.tensor.numel() for block in staging), default=0)
         self._returned = asyncio.Condition()
-        self._copies: dict[int, list[torch.cuda.Event]] = {}
+        self._copied: dict[int, torch.cuda.Event] = {}  # unit -> behind the last copy of its gradients
 
     def allocate(self, unit: Unit) -> None:
         with torch.cuda.stream(self.h2d):
@@ -136,7 +142,7 @@ class CudaTransfer(Transfer):
             await unit.read_region(name, offset, host)
             with torch.cuda.stream(self.h2d):
                 unit.region(name)[offset : offset + nbytes].copy_(host, non_blocking=True)
-                event = self.h2d.record_event()
+                event = self.h2d.record_event(torch.cuda.Event(blocking=True))  # a wait that leaves the core alone
             await asyncio.get_running_loop().run_in_executor(None, event.synchronize)
         finally:
             await self._give_block(block)
@@ -155,22 +161,33 @@ class CudaTransfer(Transfer):
         compute = torch.cuda.current_stream(self.device)
         self.d2h.wait_event(compute.record_event())
         with torch.cuda.stream(self.d2h):
-            if accumulate:
-                self.finish(unit)
-                view.add_(grad.to("cpu"))
+            if accumulate:  # on the device, as the plain loop does it: adding on the host would have to wait here
+                held = view.to(self.device, non_blocking=True)
+                self.metrics.add("h2d", grad.nbytes)
+                self.metrics.device_passing(2 * grad.nbytes)
+                view.copy_(held.add_(grad), non_blocking=True)
             else:
                 view.copy_(grad, non_blocking=True)
-                grad.record_stream(self.d2h)
-                self._copies.setdefault(unit.uid, []).append(self.d2h.record_event())
+            grad.record_stream(self.d2h)
+            self._copied[unit.uid] = self.d2h.record_event(torch.cuda.Event(blocking=True))
         self.metrics.add("d2h", grad.nbytes)
         self.metrics.device_passing(grad.nbytes)
         unit.finish_grads = lambda: self.finish(unit)
 
     def finish(self, unit: Unit) -> None:
-        """Wait on the host for the gradient copies of `unit`."""
-        for event in self._copies.get(unit.uid, ()):
-            event.synchronize()
-        self._copies.pop(unit.uid, None)  # last: an exception from a signal may end the wait
+        """Wait on the host for the gradient copies of `unit`. From any thread, as often as one likes."""
+        copied = self._copied.get(unit.uid)
+        if copied is not None:
+            copied.synchronize()
+
+    async def landed(self, unit: Unit) -> None:
+        def wait() -> None:
+            self.finish(unit)
+            ready = unit.ready_event
+            if ready is not None:
+                ready.synchronize()
+
+        await asyncio.get_running_loop().run_in_executor(None, wait)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

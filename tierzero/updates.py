@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from tierzero.metrics import Metrics
@@ -162,6 +162,7 @@ class UpdateQueue:
         self.metrics = metrics
         self.width = width
         self.trace = trace
+        self.landed: Callable[[Unit], Awaitable[None]] | None = None  # waits for the gradients' copies to host memory
         self.may_exceed: Callable[[], bool] = lambda: True  # whether there is room for one more than `width`
         self._waiting: Waiting[Update] = Waiting(trace, lambda job: job.unit.uid)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -255,6 +256,8 @@ class UpdateQueue:
     async def _run(self, job: Update) -> None:
         start = time.perf_counter()
         try:
+            if self.landed is not None:
+                await self.landed(job.unit)
             await job.run()
         except BaseException as error:
             job.error = error
