@@ -27,6 +27,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/adam.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/prefetch.py
 	$(BIN)/python benchmarks/peers.py
 
 dev: $(VENV)/.dev-installed

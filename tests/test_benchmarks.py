@@ -17,6 +17,8 @@ SMALL = {
     "step": ["--records", "2", "--elements", "300000", "--rounds", "1"],
     "overlap waiting": ["--kind", "waiting", "--blocks", "2", "--rounds", "1", "--steps", "1"],
     "overlap real": ["--kind", "real", "--layers", "1", "--rounds", "1", "--steps", "1"],
+    "overhead": ["--units", "50", "--rounds", "2"],
+    "prefetch": ["--blocks", "3", "--steps", "3"],
     "peers": ["--rounds", "1", "--steps", "1"],
 }
 
@@ -26,7 +28,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     script = BENCHMARKS / f"{name.split()[0]}.py"
-    words = [] if name == "adam" else ["--nvme", str(tmp_path)]
+    words = [] if name in ("adam", "overhead") else ["--nvme", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(script), "--json", *SMALL[name], *words], capture_output=True, text=True, timeout=280
     )
