@@ -35,5 +35,5 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     cases = json.loads(done.stdout)["cases"]
     assert cases
-    assert all(case["name"] and case["ratio"] > 0 for case in cases)
+    assert all(case["name"] and case["ratio"] >= 0 for case in cases)
     assert not list(tmp_path.iterdir()), "it left something behind"

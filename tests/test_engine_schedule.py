@@ -51,7 +51,7 @@ def settle(run: Tiered) -> None:
     run.engine.run(_arrived(run.engine.units))
 
 
-@pytest.mark.parametrize("prefetch", ["auto", 1])
+@pytest.mark.parametrize("prefetch", ["auto", 2])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_every_use_is_a_hit_from_the_third_step(placement: str, prefetch: int | str, tmp_path: Path) -> None:
     """A static model whose link is not the bottleneck: nothing is ever waited for, behind a slow link too."""
