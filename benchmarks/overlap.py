@@ -31,10 +31,11 @@ from typing import Any
 
 import torch
 from overlap_loops import Clock, Offloaded, Plain, decoder_task, waiting_task
-from timeline import Recorder, draw
+from timeline import draw
 from turns import case, cpu, head, in_turns, load, row, say, summary
 
 import tierzero as tz
+from tierzero.observe import recording
 
 LEVELS = {"compute-bound": 2.0, "balanced": 1.0, "I/O-bound": 0.4}  # compute / streamed step
 BATCHES = {"compute-bound": (4, 256), "balanced": (2, 128), "I/O-bound": (1, 32)}  # of the real compute
@@ -59,13 +60,13 @@ def steps_of(loop: Offloaded, count: int, level: Any) -> Sample:
     return {"seconds": loop.steps(count, level), "cpu": (cpu() - begun) / (count + 1)}
 
 
-def timeline_of(loop: Offloaded, level: Any, clock: Clock) -> list[str]:
-    """One more step, drawn."""
+def timeline_of(loop: Offloaded, level: Any) -> list[str]:
+    """The first of two more steps, drawn: its updates end under the second one."""
     loop.end(level, loop.begin(level))
-    recorder, clock.spans = Recorder(loop.engine), []
-    span = recorder.run(lambda: loop.end(level, loop.begin(level)))
-    spans, clock.spans = clock.spans, None
-    return draw(recorder, span, spans)
+    with recording(loop.engine) as recorder:
+        for _ in range(2):
+            loop.end(level, loop.begin(level))
+    return draw(recorder, len(loop.engine.units))
 
 
 def waiting(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
@@ -121,7 +122,7 @@ def waiting(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
                 updates=updates,
                 timeline=[],
             )
-            at(level, lambda loop=loop, made=made: made["timeline"].extend(timeline_of(loop, "", clock)) or {})
+            at(level, lambda loop=loop, made=made: made["timeline"].extend(timeline_of(loop, "")) or {})
             cases.append(made)
         guesses = {key: value for key, value in before.items() if key.startswith("guesses")}
         say(f"{name}: {guesses}")
@@ -181,7 +182,7 @@ def real(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
                     "step": cpus[f"step {name}"],
                 },
                 cores=cores,
-                timeline=timeline_of(training, level, Clock()),
+                timeline=timeline_of(training, level),
             )
         )
     alone.close()

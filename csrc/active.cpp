@@ -86,6 +86,14 @@ bool Active::empty() const {
     return requests_.empty();
 }
 
+void Active::add_busy(Counters& sum) const {
+    std::lock_guard lock(mutex_);
+    const std::int64_t now = steady_now();
+    sum.read_ns += busy_[0].total(now);
+    sum.write_ns += busy_[1].total(now);
+    sum.busy_ns += busy_[2].total(now);
+}
+
 void Active::refuse_behind_late_writes(const OpenFile& file) const {
     if (late_writes_.load(std::memory_order_relaxed) == 0) return;
     std::lock_guard lock(mutex_);
@@ -101,9 +109,11 @@ void Active::refuse_behind_late_writes(const OpenFile& file) const {
 void Active::add(std::shared_ptr<Request> request) {
     std::list<std::shared_ptr<Request>> one;
     one.push_back(std::move(request));
-    one.front()->queued = steady_now();
     one.front()->place = one.begin();
     std::lock_guard lock(mutex_);
+    const std::int64_t now = one.front()->queued = steady_now();
+    busy_[one.front()->op == Op::read ? 0 : 1].begin(now);
+    busy_[2].begin(now);
     if (requests_.empty()) wake_.notify_all();
     requests_.splice(requests_.end(), one);
 }
@@ -122,6 +132,9 @@ void Active::ended(Piece& piece, std::optional<IoError> error) noexcept {
             owner.failed.store(true, std::memory_order_relaxed);
         }
         if (--owner.left != 0) return;
+        const std::int64_t now = steady_now();
+        busy_[owner.op == Op::read ? 0 : 1].end(now);
+        busy_[2].end(now);
         request = std::move(*owner.place);
         requests_.erase(owner.place);
         if (request->told_late && request->op == Op::write) --late_writes_;

@@ -38,6 +38,24 @@ struct Request {
     bool told_late = false, told_done = false;
 };
 
+// How long something was under way, in nanoseconds.
+class Busy {
+  public:
+    void begin(std::int64_t now) {
+        if (under_way_++ == 0) since_ = now;
+    }
+    void end(std::int64_t now) {
+        if (--under_way_ == 0) total_ += now - since_;
+    }
+    std::uint64_t total(std::int64_t now) const {
+        return static_cast<std::uint64_t>(total_ + (under_way_ ? now - since_ : 0));
+    }
+
+  private:
+    std::int64_t total_ = 0, since_ = 0;
+    std::size_t under_way_ = 0;
+};
+
 // Cuts a request of `n` bytes at `offset` into the pieces of its members.
 void cut(Request& request, char* data, std::size_t block);
 
@@ -53,7 +71,8 @@ class Active final : public Sink {
     // be.
     void refuse_behind_late_writes(const OpenFile& file) const;
     bool empty() const;  // no request is under way
-    void stop();         // ends the watch
+    void add_busy(Counters& sum) const;
+    void stop();  // ends the watch
 
   private:
     void watch();
@@ -64,6 +83,7 @@ class Active final : public Sink {
     mutable std::mutex mutex_;
     std::condition_variable wake_;
     std::list<std::shared_ptr<Request>> requests_;
+    Busy busy_[3];  // reads, writes, either
     std::atomic<int> late_writes_{0};
     bool stop_ = false;
     std::thread thread_;

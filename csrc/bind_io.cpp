@@ -246,7 +246,13 @@ void bind_io(nb::module_& m) {
                 }
             },
             nb::arg("timeout") = nb::none())
-        .def("result", &result_of);
+        .def("result", &result_of)
+        .def_prop_ro("phases", [](const PyTicket& t) -> nb::object {
+            if (!t.core->done() || !t.core->outcome().record) return nb::none();
+            const auto pair = [](const Outcome::Span& span) { return nb::make_tuple(span.begin, span.end); };
+            const Outcome& o = t.core->outcome();
+            return nb::make_tuple(pair(o.reads), pair(o.computes), pair(o.writes));
+        });
 
     m.def("probe_uring", [] { return probe_uring(); }, nb::call_guard<nb::gil_scoped_release>());
 
@@ -333,6 +339,9 @@ void bind_io(nb::module_& m) {
                  out["bytes_written"] = c.bytes_written;
                  out["reads"] = c.reads;
                  out["writes"] = c.writes;
+                 out["read_ns"] = c.read_ns;
+                 out["write_ns"] = c.write_ns;
+                 out["busy_ns"] = c.busy_ns;
                  return out;
              })
         .def("close", &PyEngine::close);

@@ -150,6 +150,7 @@ Counters Engine::counters() const {
     Counters sum = lanes_->counters();
     sum.reads = reads_.load();
     sum.writes = writes_.load();
+    active_->add_busy(sum);
     return sum;
 }
 

@@ -34,6 +34,8 @@ struct EngineOptions {
 struct Counters {
     std::uint64_t bytes_read = 0, bytes_written = 0;  // really transferred, padding included
     std::uint64_t reads = 0, writes = 0;              // requests, not pieces
+    // Nanoseconds in which at least one request was under way: a read, a write, any.
+    std::uint64_t read_ns = 0, write_ns = 0, busy_ns = 0;
 };
 
 struct DriveInfo {

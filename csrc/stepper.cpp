@@ -6,6 +6,7 @@
 #include <string>
 
 #include "align.hpp"
+#include "lane.hpp"
 
 namespace tz {
 
@@ -200,7 +201,9 @@ void Stepper::compute(std::unique_lock<std::mutex>& lock) {
     // updated.
     if (job.error && job.record.src) return release(slot);
     lock.unlock();
+    job.computes.begins(steady_now());
     const Sums sums = update(slot);
+    job.computes.end = steady_now();
     lock.lock();
     job.sums.state += sums.state;
     job.sums.copy += sums.copy;
@@ -251,6 +254,7 @@ void Stepper::drain(Slot& slot) {
 // Queues one transfer; its end comes back through ended(), on an I/O thread. The mutex is held.
 void Stepper::transfer(Op op, Slot& slot, const Place& place, std::uint64_t at, char* data, std::size_t n) {
     ++slot.pending;
+    span(op, *slot.job).begins(steady_now());
     // `overdue`: shared by the two calls, which come one after the other
     try {
         auto overdue = std::make_shared<bool>(false);
@@ -279,6 +283,7 @@ void Stepper::ended(Op op, Slot& slot, const IoError* error) {
     Job& job = *slot.job;
     if (error && !job.error) job.error = *error;
     --slot.pending;
+    span(op, job).end = steady_now();
     if (op == Op::read) {
         --reading_;
         slot.filled = true;
@@ -335,6 +340,9 @@ void Stepper::finish() {
         outcome.record = true;
         if (job.record.dst) outcome.state = job.sums.state;
         if (job.record.out_file) outcome.copy = job.sums.copy;
+        outcome.reads = job.reads;
+        outcome.computes = job.computes;
+        outcome.writes = job.writes;
         if (job.updated) engine_->completions()->complete(job.updated, {}, job.error);
         engine_->completions()->complete(job.ticket, std::move(outcome), std::move(job.error));
     }

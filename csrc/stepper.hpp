@@ -49,6 +49,7 @@ class Stepper {
         std::uint64_t ended = 0;  // chunks that are through
         std::optional<IoError> error;
         Sums sums;
+        Outcome::Span reads, computes, writes;
     };
     // A slot's life: free -> filling (being read) -> ready -> computed -> draining (being written) -> free.
     struct Slot {
@@ -68,6 +69,7 @@ class Stepper {
     void transfer(Op op, Slot& slot, const Place& place, std::uint64_t at, char* data, std::size_t n);
     void ended(Op op, Slot& slot, const IoError* error);
     void late(const IoError& error);
+    static Outcome::Span& span(Op op, Job& job) { return op == Op::read ? job.reads : job.writes; }
     void release(Slot& slot);
     void skip_rest(Job& job);
     void finish();

@@ -24,6 +24,15 @@ struct Outcome {
     std::uint64_t bytes = 0;
     std::optional<Checksum> state, copy;
     bool record = false;  // a record update, not a plain transfer
+    // Of a record: when its reads, arithmetic and writes began and ended, steady nanoseconds; 0: there were
+    // none.
+    struct Span {
+        std::int64_t begin = 0, end = 0;
+        void begins(std::int64_t now) {
+            if (begin == 0) begin = now;
+        }
+    };
+    Span reads, computes, writes;
 };
 
 class Ticket {

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ from tierzero.cli.report import Meter, StepReport, clipped_norm
 from tierzero.cli.runlog import RunLog, read_metrics
 from tierzero.cli.spelling import did_you_mean
 from tierzero.cli.stopping import StopSignal
+from tierzero.clock import PARTS
 from tierzero.errors import ConfigError
+from tierzero.step_stats import LINKS, Mark, between
 
 
 def report(step: int = 3, loss: float = 2.5) -> StepReport:
@@ -35,7 +38,18 @@ def report(step: int = 3, loss: float = 2.5) -> StepReport:
         step_s=2.0,
         stalls={"fetch": 0.25, "update": 0.0, "gradient": 0.0},
         bytes={"nvme_read": 4_000_000_000, "nvme_written": 2_000_000_000, "h2d": 1_000_000_000, "d2h": 500_000_000},
+        engine=last_step(),
     )
+
+
+def last_step() -> dict[str, Any]:
+    """What stats() says of a step of 2.25 s."""
+    busy, zeros = dict.fromkeys((*LINKS, "background"), 0), [0] * len(PARTS)
+    counts = dict.fromkeys(("hits", "misses", "prefetched", "prefetch_wasted"), 1)
+    before = Mark(0, zeros, busy, dict.fromkeys(LINKS, 0), dict.fromkeys(counts, 0))
+    spent = [2_000_000_000, 250_000_000, *zeros[2:]]
+    after = Mark(2_250_000_000, spent, busy, dict.fromkeys(LINKS, 7), counts)
+    return between(before, after, number=3, skipped=False, device_peak=5).as_dict()
 
 
 def log_steps(out: Path, steps: range, after: int = 0) -> None:
@@ -60,6 +74,11 @@ def test_metrics_keep_every_bit_of_the_loss(tmp_path: Path) -> None:
         "stalls",
         "bytes",
     }
+    assert lines[0]["wall_s"] == 2.25
+    assert lines[0]["parts"] == {**dict.fromkeys(PARTS, 0.0), "compute": 2.0, "fetch": 0.25}
+    assert lines[0]["io"]["exposed_io_s"] == 0.25
+    assert lines[0]["io"]["hit_rate"] == 0.5
+    assert lines[0]["busy"] == dict.fromkeys(LINKS, 0.0)
 
 
 def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
@@ -82,7 +101,9 @@ def test_resuming_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
 def test_tensorboard_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     log_steps(tmp_path, range(1, 3))
-    assert [path for path in (tmp_path / "tensorboard").iterdir() if path.stat().st_size > 200]
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    for tag in (b"train/loss", b"stalls/fetch", b"parts/compute", b"busy/h2d", b"io/hit_rate", b"train/wall_s"):
+        assert tag in events.read_bytes(), tag
 
 
 def test_plain_view_prints_some_steps_with_everything_asked_for() -> None:

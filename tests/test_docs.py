@@ -86,6 +86,25 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_watching_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    import tierzero as tz
+
+    monkeypatch.chdir(tmp_path)
+    model = tz.offload(build(), tz.Tiers(nvme=tmp_path / "store", host="64MiB"))
+    opt = tz.AdamW(model.parameters())
+
+    def train_step() -> None:
+        F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+        opt.step()
+        opt.zero_grad()
+
+    for block in code_blocks(ROOT / "docs" / "observe.md"):
+        exec(block.replace("9400", "0"), {"tz": tz, "model": model, "train_step": train_step})
+    tz.close(model)
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+
+
 def test_the_optimizers_page(tmp_path: Path) -> None:
     import tierzero as tz
 

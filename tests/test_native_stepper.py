@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,3 +231,32 @@ def test_bytes_moved_are_the_records(tmp_path: Path) -> None:
     assert after["bytes_written"] - before["bytes_written"] == span + 4096
     stepper.close()
     engine.close()
+
+
+def test_times_of_a_record_and_of_the_drive(engine: _native.Engine, tmp_path: Path) -> None:
+    """When reads, arithmetic and writes began and ended, as the caller saw it; the drive is busy with them alone."""
+    case = plain_case(1)
+    file = _native.File(tmp_path / "f")
+    layout = as_bytes(to_layout(case.planes, 2048))
+    plain = engine.write(file, 0, layout)
+    plain.result()
+    assert plain.phases is None
+    stepper = _native.Stepper(engine, slab_buffers(2048, 3), 2048)
+    idle, start = engine.counters(), time.perf_counter_ns()
+    on_file = stepper.submit(case.elements, case.segments(), case.grads, src=(file, 0), dst=(file, 1 << 20))
+    on_file.result()
+    end, after = time.perf_counter_ns(), engine.counters()
+    assert on_file.phases is not None
+    reads, computes, writes = on_file.phases
+    assert start <= reads[0] <= computes[0] <= writes[0] < writes[1] <= end
+    assert reads[0] < reads[1] <= computes[1] <= writes[1]
+    took = {name: after[name] - idle[name] for name in ("read_ns", "write_ns", "busy_ns")}
+    assert max(took["read_ns"], took["write_ns"]) <= took["busy_ns"] <= took["read_ns"] + took["write_ns"]
+    assert took["busy_ns"] <= end - start
+    in_memory = stepper.submit(case.elements, case.segments(), case.grads, state=to_layout(case.planes, 2048))
+    in_memory.result()
+    assert in_memory.phases is not None
+    assert in_memory.phases[0] == in_memory.phases[2] == (0, 0)
+    assert in_memory.phases[1][0] > 0
+    assert engine.counters()["busy_ns"] == after["busy_ns"]
+    stepper.close()

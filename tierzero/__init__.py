@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tierzero.api import unsharded as unsharded
     from tierzero.checkpoint.safetensors import export_safetensors as export_safetensors
     from tierzero.checkpoint.safetensors import load_safetensors as load_safetensors
+    from tierzero.observe import serve_metrics as serve_metrics
+    from tierzero.observe import trace as trace
     from tierzero.optim.adamw import AdamW as AdamW
     from tierzero.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from tierzero.optim.generic import wrap_optimizer as wrap_optimizer
@@ -36,6 +38,7 @@ _HOMES = {
     "tierzero.optim.clip": "clip_grad_norm_",
     "tierzero.optim.generic": "wrap_optimizer",
     "tierzero.optim.scaler": "GradScaler",
+    "tierzero.observe": "serve_metrics trace",
     "tierzero.planner": "plan",
     "tierzero.tiers.config": "Tiers",
     "tierzero.errors": "BudgetError ConfigError NonFiniteGradientError PagedOutError StoreBusyError StoreCorruptError "

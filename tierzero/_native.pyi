@@ -202,6 +202,13 @@ class Ticket:
         (s1, s2) or None. OSError(errno, sentence with offset and length, path) when it failed.
         """
 
+    @property
+    def phases(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
+        """Of a Stepper's record that is done: when its reads, its arithmetic and its writes began and ended, in
+        nanoseconds of the steady clock (time.perf_counter_ns on Linux); zeros where there were none. None otherwise.
+        OSError when it failed.
+        """
+
 class Engine:
     """Reads and writes in pieces of `block` bytes (a multiple of 4096), `depth` of them in flight on each drive.
 
@@ -256,7 +263,9 @@ class Engine:
         """The tickets completed since the last call, Stepper's too, in order of completion; resets the eventfd."""
 
     def counters(self) -> dict[str, int]:
-        """bytes_read, bytes_written (really transferred, padding included), reads, writes (requests)."""
+        """bytes_read, bytes_written (really transferred, padding included), reads, writes (requests); read_ns,
+        write_ns, busy_ns: nanoseconds in which at least one read, write, or either was under way.
+        """
 
     def close(self) -> None:
         """Waits for everything in flight, then ends the threads. Idempotent."""

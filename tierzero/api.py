@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tierzero.checkpoint import snapshot
+from tierzero.clock import SAVE
 from tierzero.endurance import days_left, per_day
 from tierzero.engine import ENGINES, Engine
 from tierzero.errors import TierzeroError
@@ -217,6 +218,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
     nvme_written_per_day: bytes per day at the rate since `offload`.
     drive_days_left: days until drives that were new then reach Tiers(nvme_tbw=...) at that rate; None without it.
+    last_step: the last optimizer step, from the end of the one before to its own, or None: `wall_s` and the `parts_s`
+    of the training thread that add up to it, `exposed_io_s` and `hidden_io_s`, bytes, busy seconds and GB/s by link,
+    hit rate, the device's high-water mark. See docs/observe.md.
     host_slab_bytes, host_touched_bytes, host_huge_bytes: the host tier's memory, what of it is in use, and what of that
     lies in huge pages; at most ten seconds old.
     """
@@ -238,18 +242,23 @@ def stats(model: nn.Module) -> dict[str, Any]:
         "departures": trace.departures,
         "units": len(engine.units),
         "resident_units": sum(unit.residency is State.READY for unit in engine.units),
+        "last_step": engine.metrics.last_step.as_dict() if engine.metrics.last_step is not None else None,
         "native": engine.io is not None,
     }
 
 
 def commit(model: nn.Module, optimizer: snapshot.Optimizers, name: str, meta: dict[str, Any] | None = None) -> None:
     """See tierzero.checkpoint.snapshot.commit."""
-    snapshot.commit(_open_engine(model), optimizer, name, meta or {})
+    engine = _open_engine(model)
+    with engine.metrics.inside(SAVE, "save", f"commit {name}"):
+        snapshot.commit(engine, optimizer, name, meta or {})
 
 
 def restore(model: nn.Module, optimizer: snapshot.Optimizers) -> dict[str, Any]:
     """See tierzero.checkpoint.snapshot.restore."""
-    return snapshot.restore(_open_engine(model), optimizer)
+    engine = _open_engine(model)
+    with engine.metrics.inside(SAVE, "save", "restore"):
+        return snapshot.restore(engine, optimizer)
 
 
 def close(model: nn.Module) -> None:

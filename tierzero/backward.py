@@ -33,6 +33,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from tierzero.clock import D2H, ENGINE
 from tierzero.errors import TierzeroError
 from tierzero.pager import Pager
 from tierzero.unit import Unit
@@ -49,7 +50,9 @@ class Backward:
         self.cut = False  # one was cut short, and what it left is not tidied up yet
         self._leaf_hooks: list[Any] = []
         # opaque to the compiler; not a decorator, because that would import it with this module
-        self.pre_backward = torch.compiler.disable(self._pre_backward)
+        self.metrics = pager.metrics
+        self._over, self._ends = self.metrics.engine(self._inputs_done), self.metrics.engine(self._ended)
+        self.pre_backward = torch.compiler.disable(self.metrics.engine(self._pre_backward))
         for unit in units:
             for index, live in enumerate(unit.live):
                 if unit.layout.places[index].grad >= 0:
@@ -84,6 +87,8 @@ class Backward:
         _refuse_double(unit)
         if not unit.in_backward:
             self._backward_begins(unit)
+        if self.metrics.watch is not None:
+            self.metrics.watch.begin(("backward", unit.uid), "backward", unit.name)
 
     def _backward_begins(self, unit: Unit) -> None:
         if in_backward():  # frames are left of it where torch silenced an exception in the hook after a recomputation
@@ -97,23 +102,31 @@ class Backward:
         if task != -1 and task not in self.tasks:
             self.tasks.add(task)
             Variable._execution_engine.queue_callback(_BackwardEnd(self, task))
+            if self.metrics.watch is not None:
+                self.metrics.watch.begin(self, "pass", "backward")
 
     def watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice when the gradients of all inputs are there: the unit's backward is over."""
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
         left = len(inputs)
+        over = self._over
 
         def fired(grad: torch.Tensor) -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                self.pager.end_backward(unit)
-                unit.owner.gradients_final(unit)
+                over(unit)
 
         for tensor in inputs:
             handle = tensor.register_hook(fired)
             _run_first(handle)
             self._keep(tensor, handle)
+
+    def _inputs_done(self, unit: Unit) -> None:
+        if self.metrics.watch is not None:
+            self.metrics.watch.end(("backward", unit.uid))
+        self.pager.end_backward(unit)
+        unit.owner.gradients_final(unit)
 
     def watch_output(self, unit: Unit, tensor: torch.Tensor) -> None:
         """Make `unit` resident before the backward that begins at its output `tensor`."""
@@ -126,7 +139,12 @@ class Backward:
 
     def ends(self, task: int) -> None:
         """The backward with this graph task id is over."""
+        self._ends(task)
+
+    def _ended(self, task: int) -> None:
         if task in self.tasks:
+            if self.metrics.watch is not None:
+                self.metrics.watch.end(self)
             self.end_frames(task)
             if self.tasks == {task}:
                 self._end_backwards()
@@ -137,6 +155,8 @@ class Backward:
         """The backward with this graph task id will never be over."""
         if task in self.tasks:
             self.cut = True
+            if self.metrics.watch is not None:
+                self.metrics.watch.end(self)
             self.end_frames(task)
             if self.tasks == {task}:
                 self.reset()
@@ -150,6 +170,13 @@ class Backward:
 
     def take_grad(self, unit: Unit, index: int) -> None:
         """A gradient has been accumulated into a live parameter: move it to the rest parameter's place on the host."""
+        before = self.metrics.clock.enter(ENGINE)
+        try:
+            self._take_grad(unit, index)
+        finally:
+            self.metrics.clock.enter(before)
+
+    def _take_grad(self, unit: Unit, index: int) -> None:
         live, rest = unit.live[index], unit.rest[index]
         grad = live.grad
         if grad is None:
@@ -167,7 +194,16 @@ class Backward:
         held = unit.grad(index)
         view = held if held is not None else unit.publish_grad(index)
         unit.fold_clip(index)
-        self.pager.transfer.take_grad(unit, grad.detach(), view, accumulate=held is not None)
+        watch, key = self.metrics.watch, (D2H, unit.uid, index)
+        if watch is not None:
+            watch.begin(key, "gradient", f"gradient {unit.names[index]}")
+        before = self.metrics.clock.enter(D2H)
+        try:
+            self.pager.transfer.take_grad(unit, grad.detach(), view, accumulate=held is not None)
+        finally:
+            self.metrics.clock.enter(before)
+            if watch is not None:
+                watch.end(key)
         for after in (getattr(rest, "_post_accumulate_grad_hooks", None) or {}).values():
             after(rest)
 

@@ -18,7 +18,7 @@ from tierzero.hooks import Hooks
 from tierzero.layout import VERSION, unit_layout
 from tierzero.loop import LoopThread
 from tierzero.malloc import keep_freed
-from tierzero.metrics import Metrics
+from tierzero.metrics import DriveTotals, Metrics
 from tierzero.model import check_model, check_same_model, give_back, move_buffers
 from tierzero.native import NATIVE
 from tierzero.pager import Pager
@@ -64,6 +64,7 @@ class Engine:
         self.tiers = tiers
         self.device = tiers.compute_device()
         self.metrics = Metrics()
+        self._pid = os.getpid()
         self.closed = False
         self.room: Room  # with a store
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -83,11 +84,11 @@ class Engine:
         try:
             self._build(model, parts, directories, resume, overwrite)
         except BaseException:
-            _take_apart(self._undo, os.getpid())
+            _take_apart(self._undo, self._pid)
             raise
         self.started = time.monotonic()
         ENGINES.add(self)
-        self._finalizer = weakref.finalize(self, _take_apart, self._undo, os.getpid())
+        self._finalizer = weakref.finalize(self, _take_apart, self._undo, self._pid)
 
     # -- building
     # --------------------------------------------------------------------------------------------------------
@@ -106,6 +107,7 @@ class Engine:
 
             self.io = NativeEngine(**engine_options(measured(directories)), limit=self.tiers.drive_limit())
             self._undo.append(self.io.close)
+        self.metrics.drives = self._drives
         self.store: Store | None = None
         if directories:
             opener = partial(open_block_file, limit=self.tiers.drive_limit())
@@ -289,10 +291,19 @@ class Engine:
 
     def moved(self) -> tuple[int, int]:
         """(bytes read, bytes written) on NVMe since `offload`."""
+        totals = self._drives()
+        return totals.read, totals.written
+
+    def _drives(self) -> DriveTotals:
+        if os.getpid() != self._pid:
+            return DriveTotals()  # they are the parent's
         if self.io is not None:
-            counters = self.io.counters()
-            return int(counters["bytes_read"]), int(counters["bytes_written"])
-        return (self.store.file.bytes_read, self.store.file.bytes_written) if self.store is not None else (0, 0)
+            found = self.io.counters()
+            return DriveTotals(found["bytes_read"], found["bytes_written"], found["read_ns"], found["write_ns"])
+        if self.store is None:
+            return DriveTotals()
+        file = self.store.file
+        return DriveTotals(file.bytes_read, file.bytes_written, *file.busy_ns)
 
     def close(self) -> None:
         """Finish what is queued, free everything, release the store. The model's parameters stay at rest and

@@ -19,6 +19,7 @@ unless the root is already running further up the Python stack (a model that cal
 
 Private torch names used here, and why:
 - nn.Module._call_impl: its code object, to see whether the root is running further up the stack.
+- torch.autograd._profiler_enabled: ranges cost some microseconds each, and no public name tells if one listens.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tierzero.backward import Backward, in_backward
+from tierzero.clock import COMPUTE, ENGINE
 from tierzero.errors import TierzeroError
 from tierzero.pager import Pager
 from tierzero.pins import Pin
+from tierzero.ranges import ProfilerRanges
 from tierzero.saved import Net, unit_of
 from tierzero.unit import Unit
 
@@ -66,8 +69,10 @@ class Hooks:
         self.by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in units}
         self.handles: list[Any] = []
         # opaque to the compiler; not decorators, because that would import it with this module
-        self.pre_forward = torch.compiler.disable(self._pre_forward)
-        self.post_forward = torch.compiler.disable(self._post_forward)
+        self.metrics = pager.metrics
+        counted = self.metrics.engine
+        self.pre_forward = torch.compiler.disable(counted(self._pre_forward))
+        self.post_forward = torch.compiler.disable(counted(self._post_forward))
         self.root_train: bool | None = None  # while the root's forward runs: whether with gradients
         for unit in units:
             self._hook(unit)
@@ -85,12 +90,30 @@ class Hooks:
         ]
 
     def _enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.metrics.begin_first()
+        before = self.metrics.clock.enter(ENGINE)
+        try:
+            if not in_backward() and not self.frames:
+                before = COMPUTE  # what a signal's exception may have left
+                self._look_for_profiler()
+            return self._begin_root(args, kwargs)
+        finally:
+            self.metrics.clock.enter(before)
+
+    def _look_for_profiler(self) -> None:
+        """Show it what the training thread does, if there is one and it is not shown yet."""
+        if torch.autograd._profiler_enabled() != (self.metrics.ranges is not None):
+            self.metrics.show(ProfilerRanges() if self.metrics.ranges is None else None)
+
+    def _begin_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not in_backward():
             if (self.frames or self.backward.unfinished or self.root_train is not None) and not _is_nested():
                 self.reset()
             elif not self.frames:
                 self.pager.repin([])
             self.root_train = torch.is_grad_enabled()
+            if self.metrics.watch is not None:
+                self.metrics.watch.begin(self, "pass", "forward")
         if self.pager.transfer.device.type != "cpu":
             args, kwargs = tree_map(self._to_device, (args, kwargs))
         return args, kwargs
@@ -98,6 +121,8 @@ class Hooks:
     def _leave_root(self, output: Any) -> None:
         if not in_backward():
             self.root_train = None
+            if self.metrics.watch is not None:
+                self.metrics.watch.end(self)
 
     def _hook(self, unit: Unit) -> None:
         self._add(
@@ -135,6 +160,8 @@ class Hooks:
         # without gradients too: the forward may switch them on inside
         frame.net = Net(self.by_storage, self.backward.fault)
         frame.net.enter()
+        if self.metrics.watch is not None:
+            self.metrics.watch.begin(frame, "recompute" if inside else "forward", unit.name)
 
     def _post_forward(self, unit: Unit, output: Any) -> Any:
         if not any(frame.unit is unit for frame in self.frames):
@@ -157,10 +184,15 @@ class Hooks:
     def _leave_last(self) -> None:
         """Undo what _pre_forward did for the innermost frame."""
         frame = self.frames[-1]
+        self._show_end(frame)
         if frame.net is not None:
             frame.net.leave()
         self.pager.release(frame.unit, frame, register_rest=True)
         self.frames.pop()
+
+    def _show_end(self, frame: _Frame) -> None:
+        if self.metrics.watch is not None:
+            self.metrics.watch.end(frame)
 
     def _is_weight(self, unit: Unit, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and unit_of(leaf, self.by_storage) is unit
@@ -197,6 +229,8 @@ class Hooks:
     def reset(self) -> None:
         """Forget forwards and backwards that were cut short."""
         self.root_train = None
+        if self.metrics.watch is not None:
+            self.metrics.watch.clear()
         while len(self.frames) > self.floor:
             self._leave_last()
         self.backward.reset()
@@ -208,6 +242,7 @@ class Hooks:
             # autograd drops the saved-tensor hooks of a backward itself
             self.pager.release(frame.unit, frame, register_rest=True)
             self.frames.remove(frame)
+            self._show_end(frame)
 
 
 _CALL = nn.Module._call_impl.__code__

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from tierzero.clock import GRADIENT, SAVE
 from tierzero.errors import TierzeroError
 from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
@@ -66,7 +67,7 @@ class Pager:
             self.metrics.add("hits" if hit else "misses")
             if not hit:
                 cause = "stall_update_s" if unit.pending is not None else "stall_fetch_s"
-                with self.metrics.timed(cause):
+                with self.metrics.timed(cause, unit.name):
                     self.loop.run(self.residency.demand(unit, pin, self.transfer.mark()))
             unit.prefetched = False
             self.transfer.before_use(unit)
@@ -192,7 +193,8 @@ class Pager:
         except BaseException:
             work.close()
             raise
-        return self.loop.run(run())
+        with self.metrics.inside(SAVE):
+            return self.loop.run(run())
 
     def mark_stale(self, unit: Unit) -> None:
         """The device copy no longer equals the bytes at rest."""
@@ -200,9 +202,10 @@ class Pager:
 
     def settle(self, unit: Unit, *, keep_guess: bool = False) -> None:
         """Wait for the unit's gradients and its queued update, and give up its guess: the gradients may change."""
-        unit.finish_grads()
+        with self.metrics.inside(GRADIENT):
+            unit.finish_grads()
         if unit.pending is not None or (unit.guess is not None and not keep_guess):
-            with self.metrics.timed("stall_grad_s"):
+            with self.metrics.timed("stall_grad_s", unit.name):
                 self.loop.run(self._settled(unit, keep_guess))
 
     async def _settled(self, unit: Unit, keep_guess: bool = False) -> None:
@@ -217,7 +220,8 @@ class Pager:
         """
         for unit in self.units:
             if unit.pending is not None or unit.guess is not None:
-                self.loop.run(self._settled(unit))
+                with self.metrics.timed("stall_update_s", unit.name):
+                    self.loop.run(self._settled(unit))
 
     def close(self) -> None:
         """Drop every device copy; later uses are refused."""

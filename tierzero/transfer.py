@@ -13,6 +13,7 @@ memory) or done (from NVMe).
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import torch
@@ -43,14 +44,26 @@ class Transfer:
     def free(self, unit: Unit) -> None:
         """Take them away."""
         unit.free()
+        self._note_free(unit)
+
+    def _note_free(self, unit: Unit) -> None:
+        if self.metrics.recorder is not None:
+            self.metrics.recorder.moment("evict", "evict", f"evict {unit.name}", bytes=unit.layout.flat_bytes)
 
     async def load(self, unit: Unit) -> None:
         """Fill the unit's flat storage from the tiers. Called on the loop thread."""
         nbytes = self.count(unit)
-        if self._pacer is None:
-            await self._load(unit)
-        else:  # bytes cross the link while more of them are read
-            await asyncio.gather(self._load(unit), self._pacer.pace(nbytes))
+        start = time.perf_counter_ns()
+        with self.metrics.h2d_busy, self.metrics.background:
+            if self._pacer is None:
+                await self._load(unit)
+            else:  # bytes cross the link while more of them are read
+                await asyncio.gather(self._load(unit), self._pacer.pace(nbytes))
+        if self.metrics.recorder is not None:
+            source = "host" if unit.host_flat is not None else "NVMe"
+            self.metrics.recorder.add(
+                "fetch", "fetch", f"fetch {unit.name}", start, time.perf_counter_ns(), bytes=nbytes, source=source
+            )
 
     async def _load(self, unit: Unit) -> None:
         await asyncio.gather(*(unit.read_region(name, 0, unit.region(name)) for name in unit.layout.regions))
@@ -67,12 +80,16 @@ class Transfer:
 
     def take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
         """Copy (or add) one gradient to its place in host memory."""
+        with self.metrics.d2h_busy:
+            self._take_grad(unit, grad, view, accumulate)
+        self.metrics.add("d2h", grad.nbytes)
+        self.metrics.device_passing(grad.nbytes)
+
+    def _take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
         if accumulate:
             view.add_(grad)
         else:
             view.copy_(grad)
-        self.metrics.add("d2h", grad.nbytes)
-        self.metrics.device_passing(grad.nbytes)
 
     async def landed(self, unit: Unit) -> None:
         """Return when the gradients of `unit` are in host memory, and nothing is being copied from there any more."""
@@ -109,6 +126,7 @@ class CudaTransfer(Transfer):
             unit.used_event = None
         with torch.cuda.stream(self.h2d):
             unit.free()
+        self._note_free(unit)
 
     def before_use(self, unit: Unit) -> None:
         if unit.ready_event is not None:
@@ -157,7 +175,7 @@ class CudaTransfer(Transfer):
             self._free_blocks.append(block)
             self._returned.notify()
 
-    def take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
+    def _take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
         compute = torch.cuda.current_stream(self.device)
         self.d2h.wait_event(compute.record_event())
         with torch.cuda.stream(self.d2h):
@@ -170,8 +188,6 @@ class CudaTransfer(Transfer):
                 view.copy_(grad, non_blocking=True)
             grad.record_stream(self.d2h)
             self._copied[unit.uid] = self.d2h.record_event(torch.cuda.Event(blocking=True))
-        self.metrics.add("d2h", grad.nbytes)
-        self.metrics.device_passing(grad.nbytes)
         unit.finish_grads = lambda: self.finish(unit)
 
     def finish(self, unit: Unit) -> None:

@@ -254,18 +254,23 @@ class UpdateQueue:
         self._pump()
 
     async def _run(self, job: Update) -> None:
-        start = time.perf_counter()
+        start = time.perf_counter_ns()
         try:
             if self.landed is not None:
                 await self.landed(job.unit)
-            await job.run()
+            with self.metrics.background:
+                await job.run()
         except BaseException as error:
             job.error = error
         else:
             if job.decided:
                 job.unit.pending = None
         finally:
-            self.metrics.add("update_s", time.perf_counter() - start)
+            end = time.perf_counter_ns()
+            self.metrics.add("update_s", (end - start) / 1e9)
+            if self.metrics.recorder is not None:
+                kind = "update" if job.decided else "guess"
+                self.metrics.recorder.add("update", kind, f"{kind} {job.unit.name}", start, end)
             job.ready.set()
             job.finished.set()
 

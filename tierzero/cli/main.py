@@ -65,6 +65,23 @@ def train(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the placement table; write nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace",
+            metavar="STEPS",
+            help="Steps to record into trace.json, for Perfetto and `tierzero report`: `12`, `10-12` or `none`. "
+            "Default: the third and the fourth, or the last if there are fewer.",
+        ),
+    ] = None,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(
+            "--prometheus",
+            metavar="[ADDRESS:]PORT",
+            help="Answer Prometheus there while training, on 127.0.0.1 unless an address is given.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model under byte budgets.
 
@@ -89,9 +106,30 @@ def train(
         from tierzero.cli.config import load
 
         loaded = load(config, settings or [])
-        from tierzero.cli.train import run
+        from tierzero.cli.train import Watching, run
 
-        run(loaded, resume=resume, overwrite=overwrite, dry_run=dry_run, quiet=quiet)
+        watching = Watching(trace, prometheus)
+        run(loaded, resume=resume, overwrite=overwrite, dry_run=dry_run, quiet=quiet, watching=watching)
+
+
+@app.command()
+def report(
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="What `train.out` was of a run of `tierzero train`.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The page to write. Default: RUN_DIR/report.html.")
+    ] = None,
+) -> None:
+    """Write one HTML page about a run: loss, speed, stalls, a step's timeline, traffic, budgets, wear.
+
+    The page holds everything itself and loads nothing from the network. The run may still be going on, or have been cut
+    short.
+    """
+    with _sentences():
+        from tierzero.cli.page import write_page
+
+        print(write_page(directory, out))
 
 
 bench = typer.Typer(name="bench", help="Measure what this machine can do.", no_args_is_help=True)

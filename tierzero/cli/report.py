@@ -7,6 +7,7 @@ from typing import Any
 
 LINKS = ("nvme_read", "nvme_written", "h2d", "d2h")
 STALLS = ("fetch", "update", "gradient")
+IO = ("exposed_io_s", "hidden_io_s", "hit_rate", "prefetched", "prefetch_wasted", "device_peak")
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,18 @@ class StepReport:
     step_s: float
     stalls: dict[str, float]
     bytes: dict[str, int]
+    engine: dict[str, Any]  # the engine's own account of the step, stats()["last_step"]
 
     def line(self) -> dict[str, Any]:
         """The step's line of metrics.jsonl; floats keep every bit."""
-        return dict(vars(self))
+        line = {name: value for name, value in vars(self).items() if name != "engine"}
+        return {
+            **line,
+            "wall_s": self.engine["wall_s"],
+            "parts": self.engine["parts_s"],
+            "busy": {link: self.engine["links"][link]["busy_s"] for link in LINKS},
+            "io": {name: self.engine[name] for name in IO},
+        }
 
     def rates(self) -> dict[str, float]:
         """GB/s per link over this step."""

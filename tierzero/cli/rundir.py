@@ -13,7 +13,7 @@ from tierzero.cli.config import Config
 from tierzero.errors import ConfigError, TierzeroError
 from tierzero.manifest import Manifest
 
-FILES = ("metrics.jsonl", "summary.json", "sample.txt")
+FILES = ("metrics.jsonl", "summary.json", "sample.txt", "run.json", "trace.json", "report.html")
 FOLDERS = ("checkpoints", "tensorboard", "export")
 STORE = ("manifest.json", "data.bin", members.NAME)
 # what a run keeps with its snapshots

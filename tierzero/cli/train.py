@@ -6,7 +6,8 @@ import gc
 import math
 import statistics
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from tierzero.cli.config import Config
 from tierzero.cli.files import write_atomically, write_json
 from tierzero.cli.placement import check_disk, choose_tiers, print_placement
 from tierzero.cli.progress import View, choose_view
+from tierzero.cli.runabout import describe_run
 from tierzero.cli.rundir import check_rundir, clear_rundir, make_directory
 from tierzero.cli.runlog import RunLog, read_metrics
 from tierzero.cli.sample import generate
+from tierzero.cli.steptrace import StepTrace, parse_address, parse_steps
 from tierzero.cli.stopping import StopSignal
 from tierzero.cli.summary import print_summary
 from tierzero.cli.task import Task, open_task
@@ -31,8 +34,20 @@ from tierzero.errors import ConfigError
 CONTEXT = 64  # tokens that the sample at the end sees back
 
 
-def run(config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: bool) -> None:
+@dataclass(frozen=True)
+class Watching:
+    """Who is to see the run: `trace` names the steps to record, `prometheus` is the port (or ADDRESS:PORT) to serve."""
+
+    trace: str | None = None
+    prometheus: str | None = None
+
+
+def run(
+    config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: bool, watching: Watching = Watching()
+) -> None:
     """The whole command. Raises ConfigError, other TierzeroError or OSError with a sentence."""
+    parse_steps(watching.trace)
+    address = parse_address(watching.prometheus)
     console = Console(quiet=quiet)
     view = choose_view(console, quiet, config.train.log_every)
     if config.tiers.gds == "on" and not torch.cuda.is_available():
@@ -47,14 +62,23 @@ def run(config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: 
     check_disk(config, plan)
     if dry_run:
         return
-    Session(config, task, model, tiers, plan, view, console).run(resume, overwrite)
+    Session(config, task, model, tiers, plan, view, console, watching.trace, address).run(resume, overwrite)
 
 
 class Session:
     """One process's part of a run."""
 
     def __init__(
-        self, config: Config, task: Task, model: nn.Module, tiers: Any, plan: Any, view: View, console: Console
+        self,
+        config: Config,
+        task: Task,
+        model: nn.Module,
+        tiers: Any,
+        plan: Any,
+        view: View,
+        console: Console,
+        trace: str | None,
+        address: tuple[str, int] | None,
     ) -> None:
         self.config = config
         self.task = task
@@ -63,6 +87,8 @@ class Session:
         self.plan = plan
         self.view = view
         self.console = console
+        self.trace = trace
+        self.address = address
 
     def run(self, resume: bool, overwrite: bool) -> None:
         config, out = self.config, self.config.train.out
@@ -90,8 +116,15 @@ class Session:
     def _train(self, resume: bool, stop: StopSignal) -> None:
         config = self.config
         trainer = self._trainer(resume)
-        with closing(RunLog(config.train.out, after=trainer.step)) as log:
-            trainer.run(log, stop=lambda: stop.asked)
+        write_json(config.train.out / "run.json", describe_run(config, self.task, self.plan, self.tiers))
+        trace = StepTrace(config.train.out / "trace.json", self.trace, trainer.step, config.train.steps)
+        with ExitStack() as stack:
+            traced = stack.enter_context(closing(trace))
+            if self.address is not None:
+                endpoint = stack.enter_context(closing(tz.serve_metrics(self.model, self.address[1], self.address[0])))
+                self.view.say(f"metrics for Prometheus at http://{self.address[0]}:{endpoint.port}/metrics")
+            log = stack.enter_context(closing(RunLog(config.train.out, after=trainer.step)))
+            trainer.run(log, stop=lambda: stop.asked, traced=traced)
         if trainer.step < config.train.steps:
             self.view.say(
                 f"stopped after step {trainer.step} of {config.train.steps}, saved in {config.store}; "

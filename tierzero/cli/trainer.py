@@ -19,6 +19,7 @@ from tierzero.cli.data import Sampler
 from tierzero.cli.progress import View
 from tierzero.cli.report import Meter, StepReport, clipped_norm
 from tierzero.cli.runlog import RunLog
+from tierzero.cli.steptrace import StepTrace
 from tierzero.cli.task import Task
 
 
@@ -102,15 +103,18 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"], group["initial_lr"] = rate, self.config.lr
 
-    def run(self, log: RunLog, stop: Callable[[], bool]) -> None:
-        """Steps until train.steps or until `stop()`, with checkpoints on the way and one at the end."""
+    def run(self, log: RunLog, stop: Callable[[], bool], traced: StepTrace) -> None:
+        """Steps until train.steps or until `stop()`, with checkpoints on the way and one at the end. `traced` records
+        some of them.
+        """
         train = self.config.train
         if self.saved is None:
             self.save(None)  # from here on a crash at any moment can be resumed
         meter = Meter(tz.stats(self.model))
         with self.view.running(self.step, train.steps):
             while self.step < train.steps and not stop():
-                report = self.one_step(meter)
+                with traced.around(self.model, self.step + 1):
+                    report = self.one_step(meter)
                 log.write(report.line())
                 self.view.step(report)
                 if self.step % train.save_every == 0:
@@ -136,7 +140,8 @@ class Trainer:
         self.step += 1
         total, before = float(torch.stack(losses).sum()), float(norm)
         seconds = time.perf_counter() - start
-        stalls, moved = meter(tz.stats(self.model))
+        stats = tz.stats(self.model)
+        stalls, moved = meter(stats)
         return StepReport(
             step=self.step,
             loss=total,
@@ -147,6 +152,7 @@ class Trainer:
             step_s=seconds,
             stalls=stalls,
             bytes=moved,
+            engine=stats["last_step"],
         )
 
     def save(self, loss: float | None) -> None:

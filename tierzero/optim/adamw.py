@@ -74,7 +74,7 @@ class AdamW(TieredOptimizer):
     ) -> None:
         self.overlap = Overlap(overlap)
         self.format = choose_format(state_dtype, master, amsgrad, native=NATIVE is not None)
-        self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}  # this optimizer's parameters by unit
+        self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}
         self.max_skipped_steps = max_skipped_steps
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -114,6 +114,16 @@ class AdamW(TieredOptimizer):
                 loss = closure()
         for group in self.param_groups:
             _check_group(group, self.format)
+        with self.counted("optimizer step"):
+            owners, bad, as_is = self._queue()
+        self.end_steps(owners, skipped=bad is not None or self._overflowed())
+        self.overlap.stepped(self._settings(), as_is=as_is)
+        if not self._overflowed():  # else the GradScaler deals with it
+            self._note_skip(bad)
+        return loss
+
+    def _queue(self) -> tuple[list[Any], str | None, bool]:
+        """(the engines stepped, the first parameter with a bad gradient, whether all gradients were as they came)."""
         work = self.work()
         owners = self._owners(work)
         for owner in owners:
@@ -130,11 +140,7 @@ class AdamW(TieredOptimizer):
             todo = [] if skipped else [unit for unit in work if unit.owner is owner]
             jobs = [self._job(unit, work[unit]) for unit in todo]
             owner.pager.step(jobs, [unit for unit in self.members if unit.owner is owner])
-            owner.metrics.add("skipped_steps" if skipped else "steps")
-        self.overlap.stepped(self._settings(), as_is=as_is)
-        if not self._overflowed():  # else the GradScaler deals with it
-            self._note_skip(bad)
-        return loss
+        return owners, bad, as_is
 
     # -- guesses -------------------------------------------------------------------------------------------------------
 

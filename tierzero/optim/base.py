@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 
 from tierzero.errors import NonFiniteGradientError, TierzeroError
-from tierzero.optim.clip import place_of
+from tierzero.optim.clip import engine_time, place_of
 from tierzero.optim.norms import is_finite, unit_norms
 from tierzero.unit import Unit
 
@@ -31,6 +32,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _divides_scale = True  # as torch's fused kernels do; others multiply by the inverse
     max_skipped_steps: int
+    members: Any  # this optimizer's parameters, by unit
     _skipped_in_row = 0
 
     def _place(self, param: torch.Tensor, index: int) -> tuple[Unit, int]:
@@ -48,6 +50,15 @@ class TieredOptimizer(torch.optim.Optimizer):
                 "optimizer state: call requires_grad_(True) before offload()"
             )
         return unit, k
+
+    def counted(self, name: str) -> AbstractContextManager[object]:
+        """What happens inside is the engines' time; `name` shows it to whoever watches."""
+        return engine_time((unit.owner for unit in self.members), name)
+
+    def end_steps(self, owners: Iterable[Any], *, skipped: bool) -> None:
+        """A step of these engines is over."""
+        for owner in owners:
+            owner.metrics.end_step(skipped)
 
     def work(self) -> dict[Unit, dict[int, int]]:
         """The parameters that have gradients, by unit and index there: the number of their group."""

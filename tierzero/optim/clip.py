@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
+from tierzero.clock import ENGINE
 from tierzero.errors import TierzeroError
 from tierzero.optim.norms import unit_norms, without_grad
 from tierzero.paged import Paged
@@ -18,6 +21,15 @@ def place_of(param: torch.Tensor) -> tuple[Unit, int] | None:
     if isinstance(param, Paged) and isinstance(param.source, ParamSource):
         return param.source.unit, param.source.index
     return None
+
+
+@contextmanager
+def engine_time(owners: Iterable[Any], name: str) -> Iterator[None]:
+    """What happens inside is the time of these engines; `name` shows it to whoever watches them."""
+    with ExitStack() as stack:
+        for owner in dict.fromkeys(owners):
+            stack.enter_context(owner.metrics.inside(ENGINE, "optimizer", name))
+        yield
 
 
 @without_grad
@@ -46,6 +58,12 @@ def clip_grad_norm_(
     params = [param for param in params if param.grad is not None]
     if not params:
         return torch.tensor(0.0)
+    places = [place_of(param) for param in params]
+    with engine_time((place[0].owner for place in places if place is not None), "clip"):
+        return _clip(params, max_norm, error_if_nonfinite)
+
+
+def _clip(params: list[torch.Tensor], max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
     norms: list[torch.Tensor] = []
     for param in params:
         place = place_of(param)

@@ -178,6 +178,16 @@ class WrappedOptimizer(TieredOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self.counted("optimizer step"):
+            owners, bad = self._queue()
+        self.end_steps(owners, skipped=bad is not None or self._overflowed())
+        self.overlap.stepped(None, as_is=False)
+        if not self._overflowed():  # else the GradScaler deals with it
+            self._note_skip(bad)
+        return loss
+
+    def _queue(self) -> tuple[list[Any], str | None]:
+        """(the engines stepped, the first parameter with a bad gradient)."""
         work = self.work()
         owners = self._owners(work)
         for owner in owners:
@@ -197,11 +207,7 @@ class WrappedOptimizer(TieredOptimizer):
                 if unit.owner is owner and not skipped
             ]
             owner.pager.step(jobs, [unit for unit in self.members if unit.owner is owner])
-            owner.metrics.add("skipped_steps" if skipped else "steps")
-        self.overlap.stepped(None, as_is=False)
-        if not self._overflowed():  # else the GradScaler deals with it
-            self._note_skip(bad)
-        return loss
+        return owners, bad
 
     def gradients_final(self, unit: Unit, *, certain: bool) -> None:
         """The engine says that a backward adds nothing more to the unit's gradients (`certain`), or probably not."""

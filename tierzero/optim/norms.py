@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
+from tierzero.clock import GRADIENT
 from tierzero.native import NATIVE
 from tierzero.unit import Unit
 
@@ -38,11 +40,13 @@ def unit_norms(unit: Unit) -> list[float]:
     gradients or computed now.
     """
     grads = [unit.grad(index) for index in range(len(unit.rest))]
-    unit.finish_grads()
+    with unit.owner.metrics.inside(GRADIENT):
+        unit.finish_grads()
     if unit.grad_block is None:
         return [0.0] * len(grads)
     if unit.norming is not None and not unit.norming.done():
-        unit.owner.run(asyncio.wait([unit.norming]))
+        with unit.owner.metrics.timed("stall_grad_s", f"norms of {unit.name}"):
+            unit.owner.run(asyncio.wait([unit.norming]))
     present = tuple(grad is not None for grad in grads)
     of = (unit.grad_block.tensor._version, present, tuple(unit.unscaled))
     if unit.norms is None or unit.touched or unit.norms[0] != of:
@@ -73,7 +77,12 @@ def begin_norms(unit: Unit) -> None:
 
     def compute() -> tuple[int, list[float]]:
         unit.finish_grads()
-        return block._version, _norms(tensors, threads=1)
+        start = time.perf_counter_ns()
+        found = block._version, _norms(tensors, threads=1)
+        recorder = unit.owner.metrics.recorder
+        if recorder is not None:
+            recorder.add("norms", "norms", f"norms {unit.name}", start, time.perf_counter_ns())
+        return found
 
     async def work() -> None:
         version, values = await asyncio.get_running_loop().run_in_executor(None, compute)

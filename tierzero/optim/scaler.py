@@ -32,10 +32,11 @@ class GradScaler(torch.amp.GradScaler):
 @without_grad
 def _unscale(optimizer: TieredOptimizer, inverse: float) -> bool:
     """Whether something is not finite; else everything is unscaled."""
-    work: dict[Any, dict[int, int]] = optimizer.work()
-    for unit, indices in work.items():
-        norms = unit_norms(unit)
-        if any(not norms[index] < float("inf") and not is_finite(unit, index) for index in indices):
-            return True
-    unscale(work, 1 / inverse, inverse)
-    return False
+    with optimizer.counted("unscale"):
+        work: dict[Any, dict[int, int]] = optimizer.work()
+        for unit, indices in work.items():
+            norms = unit_norms(unit)
+            if any(not norms[index] < float("inf") and not is_finite(unit, index) for index in indices):
+                return True
+        unscale(work, 1 / inverse, inverse)
+        return False

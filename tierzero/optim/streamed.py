@@ -228,12 +228,17 @@ class StreamedStep:
             where["out"] = unit.host_flat.tensor[: unit.layout.flat_bytes]
         grads = unit.grad_block.tensor[: unit.layout.grad_bytes]
         where["out_first"] = unit.layout.low_first if new_param is not None else 0
+        recorder = self.metrics.recorder
         ticket, updated = self.stepper.submit(
             state.elements, segments, grads, format=state.format.native, due=due, early=True, **where
         )
         telling = asyncio.ensure_future(self._tell(updated, ready))
         sums: tuple[Any, Any] = await self.io.wait(ticket)
         await telling
+        if recorder is not None:
+            for row, (start, end) in zip(("read", "AdamW", "write"), ticket.phases, strict=True):
+                if start:
+                    recorder.add(f"update: {row}", row, f"{row} {unit.name}", start, end)
         return sums
 
     async def _tell(self, updated: Any, ready: Callable[[], None]) -> None:

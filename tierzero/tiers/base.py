@@ -31,6 +31,11 @@ class BlockFile(Protocol):
     bytes_read: int
     bytes_written: int
 
+    @property
+    def busy_ns(self) -> tuple[int, int]:
+        """Nanoseconds in which at least one read, and one write, was under way."""
+        ...
+
     async def read(self, offset: int, out: torch.Tensor) -> None:
         """Fill `out` from `offset` on. EIO if the file ends before."""
         ...

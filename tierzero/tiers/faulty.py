@@ -56,6 +56,11 @@ class FaultyFile:
         return self.inner.paths
 
     @property
+    def busy_ns(self) -> tuple[int, int]:
+        """That of the file below."""
+        return self.inner.busy_ns
+
+    @property
     def alignment(self) -> int:
         """The alignment of the file below."""
         return self.inner.alignment

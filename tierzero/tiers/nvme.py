@@ -181,6 +181,11 @@ class NativeFile:
         self.bytes_read = 0
         self.bytes_written = 0
 
+    @property
+    def busy_ns(self) -> tuple[int, int]:
+        found = self.engine.counters()  # of all its files
+        return int(found["read_ns"]), int(found["write_ns"])
+
     async def read(self, offset: int, out: torch.Tensor) -> None:
         nbytes = check_buffer(out)
         if nbytes == 0:

@@ -10,6 +10,7 @@ from typing import Any
 import aiofiles
 import torch
 
+from tierzero.clock import Busy
 from tierzero.pace import Pacer
 from tierzero.tiers.base import memory_of, settle
 
@@ -29,22 +30,29 @@ class PortableFile:
         self.paths = [path]
         self.bytes_read = 0
         self.bytes_written = 0
+        self._reading, self._writing = Busy(), Busy()
         self._idle: list[Any] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that the idle handles belong to
         self._closed = False
         self._pacer = Pacer(limit) if limit else None
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
+    @property
+    def busy_ns(self) -> tuple[int, int]:
+        return self._reading.total, self._writing.total
+
     async def read(self, offset: int, out: torch.Tensor) -> None:
         memory = memory_of(out)
-        await self._pace(len(memory))
-        await settle(asyncio.ensure_future(self._read(offset, memory)))
+        with self._reading:
+            await self._pace(len(memory))
+            await settle(asyncio.ensure_future(self._read(offset, memory)))
         self.bytes_read += len(memory)
 
     async def write(self, offset: int, data: torch.Tensor) -> None:
         memory = memory_of(data)
-        await self._pace(len(memory))
-        await settle(asyncio.ensure_future(self._write(offset, memory)))
+        with self._writing:
+            await self._pace(len(memory))
+            await settle(asyncio.ensure_future(self._write(offset, memory)))
         self.bytes_written += len(memory)
 
     async def _pace(self, nbytes: int) -> None:
