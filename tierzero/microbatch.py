@@ -91,7 +91,7 @@ class MicroBatches:
             training = tuple(module.training for module in unit.module.modules())
             if arguments.rows > 1 and len(arguments.sizes) > 1 and training not in self._tried[unit.uid]:
                 with _random_kept(self.device):
-                    try_two_rows(unit.name, unit.module, arguments, forward, params)
+                    try_two_rows(unit.name, unit.module, arguments, lambda parts: call.piece(parts)[0], params)
                 self._tried[unit.uid].add(training)
             if torch.is_grad_enabled():
                 results = _Pieces.apply(call, *arguments.tensors, *params)
@@ -167,7 +167,7 @@ class _Call:
                     if part.requires_grad:
                         part.register_hook(self._lost)
             with self._graph_without_memory() if record else nullcontext():
-                found = self.results.add(*self._piece(parts))
+                found = self.results.add(*self.piece(parts))
             asks = [tensor.requires_grad for tensor in found]
             self.differentiable = [a or b for a, b in zip(self.differentiable or asks, asks, strict=True)]
             self.results.keep(found)
@@ -188,7 +188,6 @@ class _Call:
             stack.enter_context(self.hooks.recompute([*around.values(), self.unit]))
             stack.enter_context(self.hooks.backward.holding(self.params))
             stack.enter_context(_random_kept(self.device))
-            stack.enter_context(_autocast(self.autocast))
             for piece, (start, rows) in enumerate(zip(self.arguments.starts, self.arguments.sizes, strict=True)):
                 parts = self._leaves(self.arguments.take(tensors, start, rows))
                 self._piece_backward(piece, parts, grads)
@@ -203,8 +202,8 @@ class _Call:
     ) -> None:
         """Run one piece again and backward; gradients are added up in `.grad`."""
         _set_random_state(self.random[piece], self.device)
-        with torch.enable_grad():
-            again = self.results.again(*self._piece(parts))
+        with torch.enable_grad(), _autocast(self.autocast):
+            again = self.results.again(*self.piece(parts))
         pairs = [
             (tensor, grad)
             for tensor, grad in zip(again, self.results.cut(grads, piece), strict=True)
@@ -229,7 +228,7 @@ class _Call:
             total = total + grad
         return total
 
-    def _piece(self, parts: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor | None]]:
+    def piece(self, parts: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor | None]]:
         """Run one piece; returns its output, and those of `parts` that were not cut."""
         called = self.arguments.call(parts)
         try:

@@ -70,11 +70,15 @@ class Buffers:
                 )
 
 
+Run = Callable[[Sequence[torch.Tensor]], Any]
+
+
 def try_two_rows(
-    name: str, module: nn.Module, arguments: Arguments, run: Callable[..., Any], known: Iterable[torch.Tensor]
+    name: str, module: nn.Module, arguments: Arguments, run: Run, known: Iterable[torch.Tensor]
 ) -> None:
-    """Make the trial of Note [trial] on unit `name`; `run(*args, **kwargs)` is its forward, `known` are the parameters
-    whose gradients are taken care of. TierzeroError if it cannot be cut.
+    """Make the trial of Note [trial] on unit `name`: `run(tensors)` is its forward with these tensors in place of
+    those of `arguments`, `known` are the parameters whose gradients are taken care of. TierzeroError if it cannot be
+    cut.
     """
     buffers = Buffers(module, copy=True)
     known_ids = {id(tensor) for tensor in known}
@@ -90,21 +94,19 @@ def try_two_rows(
     buffers.check(name)
 
 
-def _one_row(
-    name: str, module: nn.Module, arguments: Arguments, run: Callable[..., Any], known: set[int], row: int
-) -> None:
+def _one_row(name: str, module: nn.Module, arguments: Arguments, run: Run, known: set[int], row: int) -> None:
     """See whether row `row` of the results depends on the other row of the arguments."""
     tensors = [
         tensor.detach().requires_grad_(tensor.requires_grad or (cut and _differentiable(tensor)))
         for tensor, cut in zip(arguments.take(arguments.tensors, 0, 2), arguments.cut, strict=True)
     ]
     asked = [t for t, cut in zip(tensors, arguments.cut, strict=True) if cut and _differentiable(t)]
-    args, kwargs = arguments.call(tensors)
-    with torch.enable_grad(), _inside(module) as inside:
-        output = run(*args, **kwargs)
-    results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    own = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)  # a checkpoint around counts what it sees
+    with torch.enable_grad(), own, _inside(module) as inside:
+        output = run(tensors)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        weighted = [_of_row(name, leaf, row) for leaf in results if leaf.requires_grad and leaf.is_floating_point()]
     _check_leaves(name, results, known | {id(tensor) for tensor in tensors})
-    weighted = [_of_row(name, leaf, row) for leaf in results if leaf.requires_grad and leaf.is_floating_point()]
     if asked and weighted:
         try:
             grads = torch.autograd.grad(weighted, asked, [_weights(part) for part in weighted], allow_unused=True)
@@ -120,8 +122,12 @@ def _one_row(
                     f"change its results; {_ADVICE}"
                 )
         del grads
-    del output, results, weighted, args, kwargs
+    del output, results, weighted
     _check_kept(name, inside, known | {id(tensor) for tensor in tensors})
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:
