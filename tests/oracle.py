@@ -242,8 +242,8 @@ def train_both(
 ) -> None:
     """Train all in lockstep; losses and clip norms are compared at every step.
 
-    `shape` is that of a batch. `clip` gives max_norm (or None) from the step and the total norm; `each_step(step, run)` runs after backward on
-    every one of them.
+    `shape` is that of a batch. `clip` gives max_norm (or None) from the step and the total norm; `each_step(step, run)`
+    runs after backward on every one of them.
     """
     data = batches(steps * accumulate, seed, shape)
     for step in range(steps):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import DIM, VOCAB, Block, Net
-from oracle import Plain, Tiered, assert_same, batches, loss_of, make, same, tiered, tiers_for, train_both
+from oracle import Plain, Tiered, assert_same, batches, collected, loss_of, make, same, tiered, tiers_for, train_both
 from pieces import in_slices
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -76,14 +79,17 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("pieces", [2, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(shape: str, pieces: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_shapes(shape: str, tmp_path: Path) -> None:
     """Losses, gradients, weights and moments equal the loop over slices in every way of building a model."""
-    placement = {2: "nvme", 4: "mixed", 8: "host"}[pieces]
-    with both(SHAPES[shape], pieces, tmp_path, placement=placement, dtype=dtype) as (run, fresh):
-        train(run, fresh)
+    for pieces, dtype, placement in (
+        (2, torch.bfloat16, "nvme"),
+        (4, torch.float32, "mixed"),
+        (8, torch.bfloat16, "host"),
+    ):
+        directory = tmp_path / str(pieces)
+        with both(SHAPES[shape], pieces, directory, placement=placement, dtype=dtype) as (run, fresh):
+            train(run, fresh)
 
 
 def test_bytes_do_not_grow(tmp_path: Path) -> None:
@@ -363,6 +369,33 @@ def test_backward_twice(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="second time"):
                 loss.backward()
         assert_same(run, fresh, grads=True)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_keeps_the_model(closed: bool, tmp_path: Path) -> None:
+    """A graph goes with its loss, model and engine go with the last reference, closed or not."""
+    model = make(Net)
+    tiers = replace(tiers_for(model, "host", tmp_path, micro_batches=2), prefetch=0)
+    run = Tiered(model, tiers, micro_batches=2)
+    seen = []
+    for ids in batches(2):
+        state = model.embed(ids)
+        seen.append(weakref.ref(state))
+        loss = model.head(model.body(state)).sum()  # type: ignore[operator]
+        if len(seen) == 1:
+            loss.backward()
+            run.step(1.0)
+        del loss, state
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+    loss_of(model, ids).backward()
+    tz.synchronize(model)
+    run.check_pools()
+    if closed:
+        tz.close(model)
+    dead = [weakref.ref(thing) for thing in (model, run.optimizer, run.engine, model.layers[0], run.engine.units[0])]
+    del model, run
+    assert collected(*dead), [ref() for ref in dead]
 
 
 class FailingBlock(Block):

@@ -15,7 +15,7 @@ from torch import nn
 import tierzero as tz
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
+pytestmark = pytest.mark.usefixtures("loaded", "one_thread", "no_leaks")
 SMALL = {
     "vocab_size": 48,
     "hidden_size": 16,
@@ -51,6 +51,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = 
     "mixtral": (mixtral, lambda model: model.model.layers),
     "bert with dropout": (bert, lambda model: model.bert.encoder.layer),
 }
+
+
+@pytest.fixture(scope="module")
+def loaded() -> None:
+    """What the library starts when a model class is first used stays."""
+    for factory, _ in MODELS.values():
+        factory()
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -37,10 +37,11 @@ def offload(
 
     units: what moves together; see tierzero.partition. By default the elements of the model's ModuleLists and
     Sequentials.
-    micro_batches: in training, each repeated unit (an element of a ModuleList or Sequential that contains no other unit)
-    runs its batch in this many pieces, one after the other, and again in backward, so that the activations of one piece
-    are all that it keeps; parameters are fetched and gradients leave once whatever the number. Units that mix the rows
-    of a batch are refused when they run. See docs/how-it-works.md for what the results are equal to.
+    micro_batches: in training, each repeated unit (an element of a ModuleList or Sequential that contains no other
+    unit) runs its batch in this many pieces, one after the other, and again in backward, so that it keeps its arguments
+    and never more than the activations of one piece; parameters are fetched and gradients leave once whatever the
+    number. Units that mix the rows of a batch are refused when they run. See docs/how-it-works.md for what the results
+    are equal to.
     resume: open a snapshot of the store (its name, or True for the latest) instead of writing the parameters; the model
     may be on the meta device.
     overwrite: give up the snapshots of an earlier run in the same directory.

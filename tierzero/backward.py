@@ -66,6 +66,7 @@ class Backward:
             for unit in self.units:
                 for live in unit.live:
                     live.grad = None  # its hook had no time to take it, and the next one would be added to it
+        self._held.clear()
         self._end_backwards()
         self.tasks.clear()
         self.cut = False
@@ -158,8 +159,8 @@ class Backward:
         Nothing else can accumulate into them meanwhile: it waits for the node that runs inside.
         """
         ids = {id(param) for param in params}
-        self._held |= ids
         try:
+            self._held |= ids
             yield
         finally:
             self._held -= ids

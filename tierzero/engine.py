@@ -80,8 +80,8 @@ class Engine:
         sizes = unit_sizes(model, parts, micro_batches)
         if micro_batches > 1 and not any(size.gathers for size in sizes):
             raise TierzeroError(
-                f"micro_batches={micro_batches} has no unit to cut the batch in: {type(model).__name__} has no element of "
-                "a ModuleList or Sequential among its units; leave micro_batches at 1"
+                f"micro_batches={micro_batches} has no unit to cut the batch in: {type(model).__name__} has no element "
+                "of a ModuleList or Sequential among its units; leave micro_batches at 1"
             )
         directories = tiers.directories()
         self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()

@@ -89,7 +89,7 @@ class MicroBatches:
         with _autocast(_autocast_now(self.device)):
             call = _Call(self, unit, forward, arguments, params)
             training = tuple(module.training for module in unit.module.modules())
-            if arguments.rows > 1 and len(arguments.sizes) > 1 and training not in self._tried[unit.uid]:
+            if len(arguments.sizes) > 1 and training not in self._tried[unit.uid]:
                 with _random_kept(self.device):
                     try_two_rows(unit.name, unit.module, arguments, lambda parts: call.piece(parts)[0], params)
                 self._tried[unit.uid].add(training)
@@ -197,9 +197,7 @@ class _Call:
             self.hooks.pager.metrics.device_passing(sum(grad.nbytes for grad in sums if grad is not None))
         return [*map(self._whole_grad, parted, self.arguments.cut, tensors), *sums]
 
-    def _piece_backward(
-        self, piece: int, parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _piece_backward(self, piece: int, parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Run one piece again and backward; gradients are added up in `.grad`."""
         _set_random_state(self.random[piece], self.device)
         with torch.enable_grad(), _autocast(self.autocast):
@@ -213,16 +211,15 @@ class _Call:
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
 
-    def _whole_grad(
-        self, parted: list[torch.Tensor | None], cut: bool, tensor: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _whole_grad(self, parted: list[torch.Tensor | None], cut: bool, tensor: torch.Tensor) -> torch.Tensor | None:
         """The gradient of an argument from those of its pieces."""
         given = [grad for grad in parted if grad is not None]
         if not given:
             return None
         if cut:
-            zeros = [tensor.new_zeros((rows, *tensor.shape[1:])) for rows in self.arguments.sizes]
-            return torch.cat([zero if grad is None else grad for grad, zero in zip(parted, zeros, strict=True)])
+            sized = zip(parted, self.arguments.sizes, strict=True)
+            zeros = lambda rows: tensor.new_zeros((rows, *tensor.shape[1:]))
+            return torch.cat([zeros(rows) if grad is None else grad for grad, rows in sized])
         total = given[0]
         for grad in given[1:]:
             total = total + grad
@@ -256,15 +253,15 @@ class _Call:
 
     def _lost(self, what: Any) -> Any:
         raise TierzeroError(
-            f"backward reached a tensor of the inside of unit {self.unit.name} in another way than through what the unit "
-            "returns (an auxiliary loss that was collected in it, say), and micro_batches keeps none of it: return it "
-            "from the unit, a row for each row of the batch, or leave micro_batches at 1"
+            f"backward reached a tensor of the inside of unit {self.unit.name} in another way than through what the "
+            "unit returns (an auxiliary loss that was collected in it, say), and micro_batches keeps none of it: "
+            "return it from the unit, a row for each row of the batch, or leave micro_batches at 1"
         )
 
     def _in_place(self) -> TierzeroError:
         return TierzeroError(
-            f"unit {self.unit.name} changes one of its arguments in place, which micro_batches needs as it was to run the "
-            "pieces again in backward: work on a copy (x = x + y), or leave micro_batches at 1"
+            f"unit {self.unit.name} changes one of its arguments in place, which micro_batches needs as it was to run "
+            "the pieces again in backward: work on a copy (x = x + y), or leave micro_batches at 1"
         )
 
 

@@ -38,9 +38,9 @@ def check_norms(name: str, module: nn.Module) -> None:
         batch = isinstance(inner, _BATCH_NORMS) and (inner.training or inner.running_mean is None)
         if batch or (isinstance(inner, _INSTANCE_NORMS) and inner.training and inner.track_running_stats):
             raise TierzeroError(
-                f"unit {name} holds a {type(inner).__name__} in training mode ({inner_name or 'the unit itself'}), which "
-                f"mixes the rows of the batch: micro_batches would change its statistics. Put it into eval(), use a "
-                f"norm without batch statistics, or {_ADVICE}"
+                f"unit {name} holds a {type(inner).__name__} in training mode ({inner_name or 'the unit itself'}), "
+                f"which mixes the rows of the batch: micro_batches would change its statistics. Put it into eval(), "
+                f"use a norm without batch statistics, or {_ADVICE}"
             )
 
 
@@ -73,9 +73,7 @@ class Buffers:
 Run = Callable[[Sequence[torch.Tensor]], Any]
 
 
-def try_two_rows(
-    name: str, module: nn.Module, arguments: Arguments, run: Run, known: Iterable[torch.Tensor]
-) -> None:
+def try_two_rows(name: str, module: nn.Module, arguments: Arguments, run: Run, known: Iterable[torch.Tensor]) -> None:
     """Make the trial of Note [trial] on unit `name`: `run(tensors)` is its forward with these tensors in place of
     those of `arguments`, `known` are the parameters whose gradients are taken care of. TierzeroError if it cannot be
     cut.
@@ -87,8 +85,8 @@ def try_two_rows(
             _one_row(name, module, arguments, run, known_ids, row)
     except torch.OutOfMemoryError:
         log.warning(
-            "unit %s could not be tried on two rows of its batch for lack of memory: whether it mixes the batch was not "
-            "checked",
+            "unit %s could not be tried on two rows of its batch for lack of memory: whether it mixes the batch was "
+            "not checked",
             name,
         )
     buffers.check(name)
@@ -101,7 +99,8 @@ def _one_row(name: str, module: nn.Module, arguments: Arguments, run: Run, known
         for tensor, cut in zip(arguments.take(arguments.tensors, 0, 2), arguments.cut, strict=True)
     ]
     asked = [t for t, cut in zip(tensors, arguments.cut, strict=True) if cut and _differentiable(t)]
-    own = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)  # a checkpoint around counts what it sees
+    # a checkpoint around the unit counts what passes through its hooks
+    own = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     with torch.enable_grad(), own, _inside(module) as inside:
         output = run(tensors)
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -138,8 +137,8 @@ def _of_row(name: str, leaf: torch.Tensor, row: int) -> torch.Tensor:
     """What of a result for two rows belongs to `row`."""
     if not leaf.ndim or leaf.shape[0] % 2 or not leaf.shape[0]:
         raise TierzeroError(
-            f"unit {name} returns a tensor of shape {list(leaf.shape)} for two rows of its batch: its first dimension is "
-            "not the batch, and micro_batches cannot put it together from pieces (a loss or a mean would be another "
+            f"unit {name} returns a tensor of shape {list(leaf.shape)} for two rows of its batch: its first dimension "
+            "is not the batch, and micro_batches cannot put it together from pieces (a loss or a mean would be another "
             f"one); leave it out, or {_ADVICE}"
         )
     half = leaf.shape[0] // 2

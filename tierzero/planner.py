@@ -104,8 +104,9 @@ def plan(
 ) -> Plan:
     """What offloading `model` (real or on the meta device) would take, without allocating anything.
 
-    `units` and `micro_batches` are those of `offload`. `snapshots`: count the space that a pinned snapshot needs on NVMe. `state_dtype`, `master` and `amsgrad` are those
-    of the optimizer. Raises BudgetError naming the smallest budget that works.
+    `units` and `micro_batches` are those of `offload`; `state_dtype`, `master` and `amsgrad` those of the optimizer.
+    `snapshots`: count the space that a pinned snapshot needs on NVMe. Raises BudgetError naming the smallest budget
+    that works.
     """
     tiers.check()
     sizes = unit_sizes(model, partition(model, units), micro_batches)

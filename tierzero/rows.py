@@ -55,7 +55,7 @@ class Arguments:
         whole = len(self.sizes) == 1
         self.cut = [not whole and self._has_rows(tensor, first) for tensor in self.tensors]
         for leaf in self.leaves:
-            if not whole and not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise TierzeroError(
                     f"unit {name} takes a {type(leaf).__name__}, and micro_batches cannot tell what in it belongs to "
                     "which rows of the batch: pass tensors and plain values (a key-value cache is not needed in "
@@ -69,8 +69,8 @@ class Arguments:
         found = likely or [tensor for tensor in self.tensors if tensor.ndim]
         if not found:
             raise TierzeroError(
-                f"unit {self.name} takes no tensor with a batch dimension, so micro_batches has nothing to cut: pass its "
-                "input as an argument, choose other units with offload(..., units=...), or leave micro_batches at 1"
+                f"unit {self.name} takes no tensor with a batch dimension, so micro_batches has nothing to cut: pass "
+                "its input as an argument, choose other units with offload(..., units=...), or leave micro_batches at 1"
             )
         return found[0]
 
@@ -79,9 +79,9 @@ class Arguments:
             return False
         if tensor.ndim < min(3, first.ndim) and self.rows in first.shape[1:]:
             raise TierzeroError(
-                f"unit {self.name} takes a tensor of shape {list(tensor.shape)} beside one of shape {list(first.shape)}: "
-                f"{self.rows} is the batch and another dimension too, so micro_batches cannot tell whether it belongs to "
-                "the rows of the batch; use another batch size, or leave micro_batches at 1"
+                f"unit {self.name} takes a tensor of shape {list(tensor.shape)} beside one of shape {list(first.shape)}"
+                f": {self.rows} is the batch and another dimension too, so micro_batches cannot tell whether it "
+                "belongs to the rows of the batch; use another batch size, or leave micro_batches at 1"
             )
         return True
 
@@ -99,9 +99,7 @@ class Arguments:
 
     def take(self, tensors: Sequence[torch.Tensor], start: int, rows: int) -> list[torch.Tensor]:
         """`tensors` (in the order of `self.tensors`) with `rows` rows from `start` on of those that are cut."""
-        return [
-            tensor.narrow(0, start, rows) if cut else tensor for tensor, cut in zip(tensors, self.cut, strict=True)
-        ]
+        return [tensor.narrow(0, start, rows) if cut else tensor for tensor, cut in zip(tensors, self.cut, strict=True)]
 
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with `tensors` in place of its own. Containers are new ones."""
@@ -161,7 +159,7 @@ class Results:
                     "leave micro_batches at 1"
                 )
             for leaf in self.leaves:
-                if len(self.sizes) > 1 and not isinstance(leaf, _PLAIN):
+                if not isinstance(leaf, _PLAIN):
                     raise TierzeroError(
                         f"unit {self.name} returns a {type(leaf).__name__}, which micro_batches cannot put together "
                         "from pieces: return tensors in tuples, lists or dicts, or leave micro_batches at 1"
@@ -183,8 +181,8 @@ class Results:
         leaves, spec = tree_flatten(output)
         if spec != self.spec or not all(isinstance(leaves[at], torch.Tensor) for at in self.places):
             raise TierzeroError(
-                f"unit {self.name} returned another structure when a piece of its batch ran again for backward: what it "
-                "does must follow from its arguments and torch's random generators alone; leave micro_batches at 1"
+                f"unit {self.name} returned another structure when a piece of its batch ran again for backward: what "
+                "it does must follow from its arguments and torch's random generators alone; leave micro_batches at 1"
             )
         return [leaves[at] for at in self.places]
 
