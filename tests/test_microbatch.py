@@ -59,11 +59,21 @@ def train(run: Tiered, fresh: Plain, steps: int = 3, **options: Any) -> None:
     assert_same(run, fresh)
 
 
+class SharedInside(Net):
+    """Blocks that share one of their layers, which belongs to the unit around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up = self.layers[0].up  # type: ignore[union-attr]
+
+
 SHAPES: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "tied": models.Tied,
     "lora": models.LoRA,
     "block twice": models.Twice,
+    "layer shared by the blocks": SharedInside,
     "branch": models.Branch,
     "dicts": models.Dicts,
     "odd sizes": models.Odd,

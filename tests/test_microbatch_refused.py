@@ -330,8 +330,10 @@ class Flat(nn.Module):
 @pytest.mark.parametrize("pieces", [0, -1, 1.5, True, "2", None])
 def test_numbers(pieces: Any, tmp_path: Path) -> None:
     """Only whole numbers from 1 on."""
-    with pytest.raises(ValueError, match="is not a number of pieces"):
-        tz.offload(Net(), tz.Tiers(host="64MiB", device="1MiB", compute="cpu"), micro_batches=pieces)
+    tiers = tz.Tiers(host="64MiB", device="1MiB", compute="cpu")
+    for function in (tz.offload, tz.plan):
+        with pytest.raises(ValueError, match="is not a number of pieces"):
+            function(Net(), tiers, micro_batches=pieces)  # type: ignore[operator]
 
 
 def test_nothing_to_cut() -> None:

@@ -47,9 +47,11 @@ def unit_sizes(model: nn.Module, parts: Sequence[Part], micro_batches: int = 1) 
     """What placement needs to know of `parts`, the units of `model`."""
     sizes = []
     enclosed, cut = enclosing([part.module for part in parts]), repeated(model, parts)
-    for part, around, gathers in zip(parts, enclosed, cut, strict=True):
+    for part, around, pieces in zip(parts, enclosed, cut, strict=True):
         layout = unit_layout([spec_of(name, param) for name, param in zip(part.names, part.params, strict=True)])
-        sizes.append(UnitSize(part.name, layout, tuple(sorted(around)), gathers and micro_batches > 1))
+        inside = part.module.parameters() if pieces and micro_batches > 1 else ()
+        gathers = sum(param.numel() * param.element_size() for param in inside if param.requires_grad)
+        sizes.append(UnitSize(part.name, layout, tuple(sorted(around)), gathers))
     return sizes
 
 
@@ -78,7 +80,8 @@ class Engine:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.more_backwards = False  # no_sync: the backward that goes on is not the step's last one
         sizes = unit_sizes(model, parts, micro_batches)
-        if micro_batches > 1 and not any(size.gathers for size in sizes):
+        cut = [index for index, yes in enumerate(repeated(model, parts)) if yes] if micro_batches > 1 else []
+        if micro_batches > 1 and not cut:
             raise TierzeroError(
                 f"micro_batches={micro_batches} has no unit to cut the batch in: {type(model).__name__} has no element "
                 "of a ModuleList or Sequential among its units; leave micro_batches at 1"
@@ -96,8 +99,7 @@ class Engine:
         self._undo: list[Any] = []
         try:
             self._build(model, parts, directories, resume, overwrite)
-            cut = [unit for unit, size in zip(self.units, sizes, strict=True) if size.gathers]
-            self.micro_batches = MicroBatches(self.hooks, cut, micro_batches)
+            self.micro_batches = MicroBatches(self.hooks, [self.units[index] for index in cut], micro_batches)
         except BaseException:
             _take_apart(self._undo, os.getpid())
             raise

@@ -13,6 +13,7 @@ from tierzero.endurance import steps_left
 from tierzero.engine import unit_sizes
 from tierzero.fit import fit
 from tierzero.layout import CHUNK_MAX, UnitLayout
+from tierzero.microbatch import check_count
 from tierzero.native import NATIVE
 from tierzero.partition import Units, partition
 from tierzero.placement import UnitSize, place
@@ -109,6 +110,7 @@ def plan(
     that works.
     """
     tiers.check()
+    check_count(micro_batches)
     sizes = unit_sizes(model, partition(model, units), micro_batches)
     host, device, directories = tiers.host_bytes(), tiers.device_bytes(), tiers.directories()
     cuda = tiers.compute_device().type == "cuda"
