@@ -24,12 +24,15 @@ PLACEMENTS = ("host", "nvme", "mixed")
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
-def tiers_for(model: nn.Module, placement: str, directory: Path, units: Any = None, spare: int = 0) -> tz.Tiers:
+def tiers_for(
+    model: nn.Module, placement: str, directory: Path, units: Any = None, spare: int = 0, micro_batches: int = 1
+) -> tz.Tiers:
     """The smallest budgets that work for `placement`; "mixed" has host memory for half the records. `spare`: extra
     device bytes.
     """
     nvme = None if placement == "host" else directory
-    ample = tz.plan(model, tz.Tiers(nvme=nvme, host="1GiB", device="1GiB", compute="cpu"), units=units)
+    enough = tz.Tiers(nvme=nvme, host="1GiB", device="1GiB", compute="cpu")
+    ample = tz.plan(model, enough, units=units, micro_batches=micro_batches)
     host = ample.host_min
     if placement == "mixed":
         host = ample.host_needed - (ample.param_host + ample.state_host) // 2
@@ -87,9 +90,15 @@ class Tiered:
     """The same on an offloaded model."""
 
     def __init__(
-        self, model: nn.Module, tiers: tz.Tiers, groups: Groups | None = None, units: Any = None, **hyper: Any
+        self,
+        model: nn.Module,
+        tiers: tz.Tiers,
+        groups: Groups | None = None,
+        units: Any = None,
+        micro_batches: int = 1,
+        **hyper: Any,
     ) -> None:
-        self.model = tz.offload(model, tiers, units=units)
+        self.model = tz.offload(model, tiers, units=units, micro_batches=micro_batches)
         try:
             chosen = list(model.parameters()) if groups is None else groups(model)
             self.optimizer = tz.AdamW(chosen, **{**HYPER, **hyper})
@@ -228,14 +237,15 @@ def train_both(
     clip: Callable[[int, float], float | None] = lambda step, norm: None,
     loss: Body = loss_of,
     seed: int = 1,
+    shape: tuple[int, int] = (2, 5),
     each_step: Callable[[int, Any], None] | None = None,
 ) -> None:
     """Train all in lockstep; losses and clip norms are compared at every step.
 
-    `clip` gives max_norm (or None) from the step and the total norm; `each_step(step, run)` runs after backward on
-    every one of them.
+    `shape` is that of a batch. `clip` gives max_norm (or None) from the step and the total norm; `each_step(step, run)`
+    runs after backward on every one of them.
     """
-    data = batches(steps * accumulate, seed)
+    data = batches(steps * accumulate, seed, shape)
     for step in range(steps):
         for micro in range(accumulate):
             ids = next(data)

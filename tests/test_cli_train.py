@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_process import disk_use, losses, metrics, tierzero, tierzero_here, train, train_arguments
+from pieces import in_slices
 from safetensors.torch import load_file
 
 from tierzero.cli.config import load
@@ -93,7 +94,8 @@ def plain_run(*settings: str) -> tuple[list[float], list[float], dict[str, torch
     task = open_task(config)
     assert isinstance(task, DecoderTask)
     dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-    model = build_decoder(task.shape, "cpu", dtype, config.train.recompute)
+    model = build_decoder(task.shape, "cpu", dtype, config.train.recompute and config.train.micro_batches == 1)
+    in_slices(model, model.model.layers, config.train.micro_batches)
     seed_everything(config.train.seed)
     init_decoder(model)
     params = list(model.parameters())
@@ -132,8 +134,9 @@ def plain_run(*settings: str) -> tuple[list[float], list[float], dict[str, torch
         [],
         ["train.dtype=float32", "train.accumulate=3", "train.clip=0", "train.steps=6"],
         ["train.recompute=false", "train.accumulate=2", "tiers.prefetch=0", "train.seed=9", "train.steps=6"],
+        ["train.micro_batches=2", "data.batch=3", "train.dtype=float32", "train.steps=3", "train.steps=6"],
     ],
-    ids=["default", "fp32-accumulate-noclip", "no-recompute-no-prefetch"],
+    ids=["default", "fp32-accumulate-noclip", "no-recompute-no-prefetch", "micro-batches"],
 )
 def test_losses_norms_and_weights_are_those_of_plain_pytorch(settings: list[str], tmp_path: Path) -> None:
     from cli_process import TINY

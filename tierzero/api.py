@@ -26,19 +26,30 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def offload(
-    model: M, tiers: Tiers, *, units: Units | None = None, resume: str | bool = False, overwrite: bool = False
+    model: M,
+    tiers: Tiers,
+    *,
+    units: Units | None = None,
+    micro_batches: int = 1,
+    resume: str | bool = False,
+    overwrite: bool = False,
 ) -> M:
     """Move the parameters of `model` into the tiers, in place, and page them in as its modules run. Returns `model`.
 
     units: what moves together; see tierzero.partition. By default the elements of the model's ModuleLists and
     Sequentials.
+    micro_batches: in training, each repeated unit (an element of a ModuleList or Sequential that contains no other
+    unit) runs its batch in this many pieces, one after the other, and again in backward, so that it keeps its arguments
+    and never more than the activations of one piece; parameters are fetched and gradients leave once whatever the
+    number. Units that mix the rows of a batch are refused when they run. See docs/how-it-works.md for what the results
+    are equal to.
     resume: open a snapshot of the store (its name, or True for the latest) instead of writing the parameters; the model
     may be on the meta device.
     overwrite: give up the snapshots of an earlier run in the same directory.
 
     A model on the meta device starts without values: give it some with `initialize`, `load_safetensors` or
     `load_state_dict`. Raises BudgetError naming the smallest budget that works, StoreError and its kin for the NVMe
-    directory, OSError for a full disk; the model is then unchanged.
+    directory, OSError for a full disk, ValueError for micro_batches below 1; the model is then unchanged.
     """
     if any(place_of(param) is not None for param in model.parameters()):
         raise TierzeroError(
@@ -46,7 +57,7 @@ def offload(
         )
     if not isinstance(tiers, Tiers):
         raise TypeError(f"tiers must be a tierzero.Tiers, got {type(tiers).__name__}")
-    Engine(model, tiers, units, resume, overwrite)
+    Engine(model, tiers, units, micro_batches, resume, overwrite)
     return model
 
 

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -48,6 +50,7 @@ class Backward:
         self.units = units
         self.tasks: set[int] = set()  # the backwards going on
         self.cut = False  # one was cut short, and what it left is not tidied up yet
+        self._held: set[int] = set()  # ids of live parameters whose gradients stay with them for the moment
         self._leaf_hooks: list[Any] = []
         # opaque to the compiler; not a decorator, because that would import it with this module
         self.metrics = pager.metrics
@@ -66,6 +69,7 @@ class Backward:
             for unit in self.units:
                 for live in unit.live:
                     live.grad = None  # its hook had no time to take it, and the next one would be added to it
+        self._held.clear()
         self._end_backwards()
         self.tasks.clear()
         self.cut = False
@@ -168,6 +172,21 @@ class Backward:
         self._leaf_hooks.clear()
         self.pager.end_all_backward()
 
+    @contextmanager
+    def holding(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, the gradients of these live parameters add up in their `.grad`; what is there at the end is dropped.
+
+        Nothing else can accumulate into them meanwhile: it waits for the node that runs inside.
+        """
+        ids = {id(param) for param in params}
+        try:
+            self._held |= ids
+            yield
+        finally:
+            self._held -= ids
+            for param in params:
+                param.grad = None
+
     def take_grad(self, unit: Unit, index: int) -> None:
         """A gradient has been accumulated into a live parameter: move it to the rest parameter's place on the host."""
         before = self.metrics.clock.enter(ENGINE)
@@ -179,7 +198,7 @@ class Backward:
     def _take_grad(self, unit: Unit, index: int) -> None:
         live, rest = unit.live[index], unit.rest[index]
         grad = live.grad
-        if grad is None:
+        if grad is None or id(live) in self._held:
             return
         live.grad = None
         if grad.is_sparse:

@@ -12,17 +12,18 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, TierzeroError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
 from tierzero.layout import VERSION, unit_layout
 from tierzero.loop import LoopThread
 from tierzero.malloc import keep_freed
 from tierzero.metrics import DriveTotals, Metrics
+from tierzero.microbatch import MicroBatches, check_count
 from tierzero.model import check_model, check_same_model, give_back, move_buffers
 from tierzero.native import NATIVE
 from tierzero.pager import Pager
-from tierzero.partition import Part, Units, enclosing, partition
+from tierzero.partition import Part, Units, enclosing, partition, repeated
 from tierzero.placement import Placement, UnitSize, place
 from tierzero.records import HostRecord
 from tierzero.refit import States
@@ -42,12 +43,15 @@ T = TypeVar("T")
 REGIONS = ("param", "frozen", "fp32")
 
 
-def unit_sizes(parts: Sequence[Part]) -> list[UnitSize]:
-    """What placement needs to know of `parts`."""
+def unit_sizes(model: nn.Module, parts: Sequence[Part], micro_batches: int = 1) -> list[UnitSize]:
+    """What placement needs to know of `parts`, the units of `model`."""
     sizes = []
-    for part, around in zip(parts, enclosing([part.module for part in parts]), strict=True):
+    enclosed, cut = enclosing([part.module for part in parts]), repeated(model, parts)
+    for part, around, pieces in zip(parts, enclosed, cut, strict=True):
         layout = unit_layout([spec_of(name, param) for name, param in zip(part.names, part.params, strict=True)])
-        sizes.append(UnitSize(part.name, layout, tuple(sorted(around))))
+        inside = part.module.parameters() if pieces and micro_batches > 1 else ()
+        gathers = sum(param.numel() * param.element_size() for param in inside if param.requires_grad)
+        sizes.append(UnitSize(part.name, layout, tuple(sorted(around)), gathers))
     return sizes
 
 
@@ -55,11 +59,18 @@ class Engine:
     """Built by `offload`. `model` keeps its modules; its parameters become rest parameters over the tiers."""
 
     def __init__(
-        self, model: nn.Module, tiers: Tiers, units: Units | None, resume: str | bool, overwrite: bool
+        self,
+        model: nn.Module,
+        tiers: Tiers,
+        units: Units | None,
+        micro_batches: int,
+        resume: str | bool,
+        overwrite: bool,
     ) -> None:
         tiers.check()
         parts = partition(model, units)
         check_model(model, parts)
+        check_count(micro_batches)
         self.model = weakref.ref(model)
         self.tiers = tiers
         self.device = tiers.compute_device()
@@ -69,7 +80,13 @@ class Engine:
         self.room: Room  # with a store
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.more_backwards = False  # no_sync: the backward that goes on is not the step's last one
-        sizes = unit_sizes(parts)
+        sizes = unit_sizes(model, parts, micro_batches)
+        cut = [index for index, yes in enumerate(repeated(model, parts)) if yes] if micro_batches > 1 else []
+        if micro_batches > 1 and not cut:
+            raise TierzeroError(
+                f"micro_batches={micro_batches} has no unit to cut the batch in: {type(model).__name__} has no element "
+                "of a ModuleList or Sequential among its units; leave micro_batches at 1"
+            )
         directories = tiers.directories()
         self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()
         self.placement: Placement = place(
@@ -83,6 +100,7 @@ class Engine:
         self._undo: list[Any] = []
         try:
             self._build(model, parts, directories, resume, overwrite)
+            self.micro_batches = MicroBatches(self.hooks, [self.units[index] for index in cut], micro_batches)
         except BaseException:
             _take_apart(self._undo, self._pid)
             raise
@@ -317,6 +335,7 @@ class Engine:
         finally:
             self.hooks.reset()
             self.pager.close()
+            self.micro_batches.remove()
             self.hooks.remove()
             self._finalizer()
 

@@ -27,7 +27,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -48,13 +49,14 @@ from tierzero.unit import Unit
 class _Frame(Pin):
     """One running forward of a unit's module. Leaving it twice is leaving it once."""
 
-    __slots__ = ("acquired", "net", "task", "train", "unit")
+    __slots__ = ("acquired", "net", "pieces", "task", "train", "unit")
 
     def __init__(self, unit: Unit, train: bool) -> None:
         self.unit = unit
         self.train = train
         self.task = torch._C._current_graph_task_id()  # the backward that recomputes it, or -1
         self.acquired = False
+        self.pieces = False  # it runs its batch in pieces; see microbatch.py
         self.net: Net | None = None
 
 
@@ -180,6 +182,26 @@ class Hooks:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     self.backward.watch_output(unit, tensor)
         return changed
+
+    @contextmanager
+    def recompute(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Inside, in a backward, the live parameters of `units` are there and registered: their modules' code may run
+        again without their hooks.
+        """
+        depth = len(self.frames)
+        self.backward.note_task()
+        try:
+            for unit in units:
+                frame = _Frame(unit, train=True)
+                frame.pieces = True
+                self.frames.append(frame)
+                self.pager.acquire(unit, frame, record=not unit.in_backward)
+                frame.acquired = True
+                unit.register_live()
+            yield
+        finally:
+            while len(self.frames) > depth:
+                self._leave_last()
 
     def _leave_last(self) -> None:
         """Undo what _pre_forward did for the innermost frame."""

@@ -73,6 +73,24 @@ def partition(root: nn.Module, units: Units | None = None) -> list[Part]:
     return chosen_parts
 
 
+def repeated(root: nn.Module, parts: Sequence[Part]) -> list[bool]:
+    """Which of `parts` are repeated units: elements of a ModuleList or Sequential that contain no other unit."""
+    elements: set[int] = set()
+
+    def visit(element: nn.Module) -> None:
+        if _is_called(element):
+            elements.add(id(element))
+        else:
+            for child in element.children():
+                visit(child)
+
+    for module in root.modules():
+        for child in module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ():
+            visit(child)
+    containing = set().union(*enclosing([part.module for part in parts]))
+    return [id(part.module) in elements and index not in containing for index, part in enumerate(parts)]
+
+
 def _given(root: nn.Module, units: Units) -> set[int]:
     found: list[nn.Module]
     if isinstance(units, type) or (isinstance(units, tuple) and all(isinstance(kind, type) for kind in units)):

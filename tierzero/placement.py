@@ -27,13 +27,14 @@ BUFFERS = ((24, 4 << 20), (16, 4 << 20), (8, 4 << 20), (6, 2 << 20), (4, 1 << 20
 
 @dataclass(frozen=True)
 class UnitSize:
-    """A unit as placement sees it: its layout and the units whose modules contain its module (their forwards run around
-    its own).
+    """A unit as placement sees it: its layout, the units whose modules contain its module (their forwards run around
+    its own), and the bytes of gradients that gather on the device until its backward is over (those of micro-batches).
     """
 
     name: str
     layout: UnitLayout
     around: tuple[int, ...] = ()
+    gathers: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def device_needs(units: Sequence[UnitSize]) -> tuple[int, int]:
     for unit in units:
         chain = max(chain, unit.layout.flat_bytes + sum(units[index].layout.flat_bytes for index in unit.around))
         grads = sorted((place.spec.nbytes for place in unit.layout.places if place.grad >= 0), reverse=True)
-        reserve = max(reserve, sum(grads[:2]))
+        reserve = max(reserve, sum(grads[:2]) + unit.gathers)
     return chain + reserve, reserve
 
 

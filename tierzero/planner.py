@@ -13,6 +13,7 @@ from tierzero.endurance import steps_left
 from tierzero.engine import unit_sizes
 from tierzero.fit import fit
 from tierzero.layout import CHUNK_MAX, UnitLayout
+from tierzero.microbatch import check_count
 from tierzero.native import NATIVE
 from tierzero.partition import Units, partition
 from tierzero.placement import UnitSize, place
@@ -96,6 +97,7 @@ def plan(
     tiers: Tiers,
     *,
     units: Units | None = None,
+    micro_batches: int = 1,
     snapshots: bool = True,
     state_dtype: Any = torch.float32,
     master: str = "float32",
@@ -103,11 +105,13 @@ def plan(
 ) -> Plan:
     """What offloading `model` (real or on the meta device) would take, without allocating anything.
 
-    `snapshots`: count the space that a pinned snapshot needs on NVMe. `state_dtype`, `master` and `amsgrad` are those
-    of the optimizer. Raises BudgetError naming the smallest budget that works.
+    `units` and `micro_batches` are those of `offload`; `state_dtype`, `master` and `amsgrad` those of the optimizer.
+    `snapshots`: count the space that a pinned snapshot needs on NVMe. Raises BudgetError naming the smallest budget
+    that works.
     """
     tiers.check()
-    sizes = unit_sizes(partition(model, units))
+    check_count(micro_batches)
+    sizes = unit_sizes(model, partition(model, units), micro_batches)
     host, device, directories = tiers.host_bytes(), tiers.device_bytes(), tiers.directories()
     cuda = tiers.compute_device().type == "cuda"
     placement = place(sizes, host=host, device=device, drives=len(directories), native=NATIVE is not None, cuda=cuda)

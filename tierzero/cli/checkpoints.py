@@ -75,6 +75,7 @@ def loop_settings(config: Config) -> dict[str, Any]:
         "train.weight_decay": config.train.weight_decay,
         "train.clip": config.train.clip,
         "train.accumulate": config.train.accumulate,
+        "train.micro_batches": config.train.micro_batches,
         "train.seed": config.train.seed,
     }
 

@@ -104,7 +104,9 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """The loop. `sample` is the number of tokens generated at the end."""
+    """The loop. `sample` is the number of tokens generated at the end, `micro_batches` the number of pieces in which a
+    layer runs its batch.
+    """
 
     steps: Positive = 40
     lr: Annotated[float, Field(gt=0)] | None = None
@@ -115,6 +117,7 @@ class TrainSection(Section):
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     master: Literal["float32", "split"] = "float32"
     accumulate: Positive = 2
+    micro_batches: Positive = 1
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     save_every: Positive = 20
     out: PathValue = Path("runs/demo")
@@ -165,6 +168,11 @@ class Config(Section):
         if self.train.lr is not None:
             return self.train.lr
         return 2e-5 if self.model.path else 6e-4
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether the model itself checkpoints its layers: where they run in pieces, the engine does."""
+        return self.train.recompute and self.train.micro_batches == 1
 
     @property
     def warmup(self) -> int:
@@ -302,6 +310,16 @@ def _check(config: Config) -> None:
         raise ConfigError(f"data.path {data.path} does not exist: name a text file or a directory of text files")
     if train.warmup is not None and train.warmup > train.steps:
         raise ConfigError(f"train.warmup is {train.warmup}, more than train.steps = {train.steps}: lower one of them")
+    if train.micro_batches > data.batch:
+        raise ConfigError(
+            f"train.micro_batches is {train.micro_batches}, more than the data.batch = {data.batch} rows of a batch: a "
+            "piece has at least one row; lower it, or raise data.batch"
+        )
+    if train.micro_batches > 1 and not train.recompute:
+        raise ConfigError(
+            f"train.recompute = false has no effect with train.micro_batches = {train.micro_batches}: pieces of a "
+            "batch always run again in backward; remove one of them"
+        )
     if train.out.exists() and not train.out.is_dir():
         raise ConfigError(f"train.out {train.out} is a file: name a directory")
 

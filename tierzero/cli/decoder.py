@@ -132,7 +132,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; x [batch, time, hidden] -> the same shape and dtype."""
+    """Pre-norm transformer block; x [batch, time, hidden], cos and sin [1, time, head] -> x's shape and dtype."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Trunk(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)
-        cos, sin = self.rope(tokens.shape[1], x.device)
+        cos, sin = (table[None] for table in self.rope(tokens.shape[1], x.device))  # plainly not a row of the batch
         for block in self.layers:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)

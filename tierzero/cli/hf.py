@@ -68,7 +68,7 @@ class HuggingFaceTask:
         with parameters_on_meta():
             model: nn.Module = self.transformers.AutoModelForCausalLM.from_config(self.hf_config, dtype=dtype)
         model.config.use_cache = False  # type: ignore[union-attr]
-        if self.config.train.recompute and getattr(model, "supports_gradient_checkpointing", False):
+        if self.config.checkpoints_layers and getattr(model, "supports_gradient_checkpointing", False):
             recompute_activations(model)
         return model.train()
 

@@ -94,7 +94,7 @@ def train(
 
     Keys: `model.{preset,path,layers,hidden,heads,vocab}`, `data.{path,sequence,batch}`,
     `train.{steps,lr,warmup,weight_decay,clip,overlap,state_dtype,master,accumulate,seed,save_every,out,dtype}`,
-    `train.{recompute,sample,log_every}`,
+    `train.{micro_batches,recompute,sample,log_every}`,
     `tiers.{nvme,nvme_tbw,nvme_limit,link_limit,host,device,prefetch,gds}`. Sizes are bytes, "64MiB", "1.5GB", or a
     share of memory, "60%"; limits are bytes per second, "1GB/s".
 

@@ -33,7 +33,7 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
     host, device = tiers.host, tiers.device
     if host is None or device is None:
         cuda = torch.cuda.is_available()
-        sizes = unit_sizes(partition(model))
+        sizes = unit_sizes(model, partition(model), config.train.micro_batches)
         drives, native = len(config.stores), NATIVE is not None
         least = place(sizes, host=_BOUNDLESS, device=_BOUNDLESS, drives=drives, native=native, cuda=cuda)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

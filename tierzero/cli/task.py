@@ -80,7 +80,7 @@ class DecoderTask:
 
     def build(self) -> nn.Module:
         train = self.config.train
-        return build_decoder(self.shape, "meta", DTYPES[train.dtype], train.recompute)
+        return build_decoder(self.shape, "meta", DTYPES[train.dtype], self.config.checkpoints_layers)
 
     def fill(self, model: nn.Module) -> None:
         import tierzero as tz
@@ -111,12 +111,13 @@ class DecoderTask:
 
 
 def activation_estimate(config: Config, layers: int, hidden: int, ffn: int, vocab: int) -> int:
-    """Bytes of activations of a micro-batch: what layers keep, one layer's inside with its gradients, the logits."""
+    """Bytes of activations of a batch: what layers keep, a piece of a layer's inside with its gradients, the logits."""
     tokens = config.data.batch * config.data.sequence
     width = DTYPES[config.train.dtype].itemsize
     inside = tokens * width * (20 * hidden + 4 * ffn)
     kept = layers * (tokens * width * hidden if config.train.recompute else inside)
-    return kept + 2 * inside + 3 * 4 * tokens * vocab
+    piece = -(-config.data.batch // config.train.micro_batches) * config.data.sequence
+    return kept + 2 * inside * piece // tokens + 3 * 4 * tokens * vocab
 
 
 def open_task(config: Config) -> Task:

@@ -57,7 +57,7 @@ def run(
     task = open_task(config)
     model = task.build()
     tiers = choose_tiers(config, model)
-    plan = tz.plan(model, tiers, **state_options(config))
+    plan = tz.plan(model, tiers, micro_batches=config.train.micro_batches, **state_options(config))
     print_placement(console, config, task, plan)
     check_disk(config, plan)
     if dry_run:
@@ -102,7 +102,13 @@ class Session:
                 memory.disk_bytes(),
                 time.perf_counter(),
             )
-            self.model = tz.offload(self.model, self.tiers, resume=resume, overwrite=overwrite)
+            self.model = tz.offload(
+                self.model,
+                self.tiers,
+                micro_batches=config.train.micro_batches,
+                resume=resume,
+                overwrite=overwrite,
+            )
             try:
                 if overwrite:  # only now that the store is ours
                     clear_rundir(config)
