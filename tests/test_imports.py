@@ -75,7 +75,7 @@ ROWS = [
     {"refit"},
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
-    {"bench.scratch", "bench.fio"},
+    {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
     {"bench.search"},
     {"bench.nvme"},
@@ -160,7 +160,7 @@ PURE = {  # no torch
         "metrics",
         "state_format",
     ),
-    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
+    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states", "pace"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -219,6 +219,14 @@ class Pager:
             if unit.pending is not None or unit.guess is not None:
                 self.loop.run(self._settled(unit))
 
+    def look_ahead(self, depth: int | None) -> None:
+        """Fetch `depth` units ahead from now on, None for as far as the budget reaches."""
+
+        def change() -> None:
+            self.residency.depth = depth
+
+        self.loop.do(change)
+
     def close(self) -> None:
         """Drop every device copy; later uses are refused."""
         self.loop.run(self.residency.close())

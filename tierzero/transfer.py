@@ -32,7 +32,7 @@ class Transfer:
         """`limit`: bytes per second to the device, 0 for none."""
         self.device = device
         self.metrics = metrics
-        self._pacer = Pacer(limit) if limit else None
+        self.pacer = Pacer(limit) if limit else None
 
     def allocate(self, unit: Unit) -> None:
         """Give the unit its device bytes."""
@@ -47,10 +47,10 @@ class Transfer:
     async def load(self, unit: Unit) -> None:
         """Fill the unit's flat storage from the tiers. Called on the loop thread."""
         nbytes = self.count(unit)
-        if self._pacer is None:
+        if self.pacer is None:
             await self._load(unit)
         else:  # bytes cross the link while more of them are read
-            await asyncio.gather(self._load(unit), self._pacer.pace(nbytes))
+            await asyncio.gather(self._load(unit), self.pacer.pace(nbytes))
 
     async def _load(self, unit: Unit) -> None:
         await asyncio.gather(*(unit.read_region(name, 0, unit.region(name)) for name in unit.layout.regions))
