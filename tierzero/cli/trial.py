@@ -7,10 +7,9 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import tierzero as tz
 from tierzero.api import engine_of
@@ -137,7 +136,3 @@ def drive_rate(tiers: tz.Tiers) -> float | None:
         known = [rate for rate in (profile.mixed if profile else 0, limit) if rate]
         rates.append(min(known) if known else None)
     return sum(rate for rate in rates if rate) if rates and None not in rates else None
-
-
-def mean(reports: Sequence[StepReport], value: Callable[[StepReport], Any]) -> float:
-    return statistics.fmean(value(report) for report in reports)
