@@ -118,6 +118,7 @@ def test_it_stops_when_time_is_over_and_still_chooses(largest: int, patience: in
     found = search(lambda depth, limit: 10.0 / (1 + depth), largest, over=over)
     assert found.count <= patience + 1
     assert found.chosen in found.samples
+    assert found.complete == (left[0] >= 0)
 
 
 def test_bad_range() -> None:

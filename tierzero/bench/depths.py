@@ -43,10 +43,13 @@ def knee(compute: float, transfer: float, delay: float) -> int:
 
 @dataclass
 class Found:
-    """Seconds of a step by depth, in the order measured; `chosen` once the search is over."""
+    """Seconds of a step by depth, in the order measured; `chosen` once the search is over, `complete` unless its time
+    was over first.
+    """
 
     samples: dict[int, list[float]] = field(default_factory=dict)
     chosen: int | None = None
+    complete: bool = True
 
     def time(self, depth: int) -> float:
         """The median."""
@@ -102,7 +105,7 @@ def search(measure: Measure, largest: int, *, rounds: int = 3, over: Callable[[]
                 loser = middle
         finalists = _final(largest, winner, rounds, take, found)
     except Enough:
-        finalists = list(found.samples)
+        finalists, found.complete = list(found.samples), False
     best = min(map(found.time, finalists))
     found.chosen = min(depth for depth in finalists if found.time(depth) <= (1 + EQUAL) * best)
     return found

@@ -112,7 +112,7 @@ def tune(
             "or `state_dtype` (of the moments: other numbers than before). Repeatable.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure, about, in all.")] = 120.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure, about, without loading.")] = 120.0,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as .png, .svg or .pdf.")
     ] = None,

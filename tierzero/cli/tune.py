@@ -139,32 +139,56 @@ def with_values(config: Config, values: Values) -> Config:
     return config
 
 
+class Stages:
+    """The time for measuring, shared out evenly over `count` stages, and what is shown of it."""
+
+    def __init__(self, count: int, seconds: float, progress: Progress) -> None:
+        self.count = count
+        self.each = seconds / count
+        self.progress = progress
+        self.number = -1
+
+    def begin(self) -> None:
+        """The next stage."""
+        self.number += 1
+        self.begun = time.monotonic()
+
+    def over(self) -> bool:
+        """Whether this stage has had its time."""
+        return time.monotonic() - self.begun > self.each
+
+    def tell(self, text: str) -> None:
+        share = min(1.0, (time.monotonic() - self.begun) / self.each)
+        self.progress(text, (self.number + share) / self.count)
+
+
 def tune(config: Config, sweeps: Sequence[str], seconds: float, progress: Progress) -> Result:
     """Measure in about `seconds`: each sweep's values first, as far ahead as fits, then the depth."""
     from tierzero.cli.trial import opened
 
     result, start = Result(), time.monotonic()
-    share = lambda: min(1.0, (time.monotonic() - start) / seconds)
-    for number, name in enumerate(sweeps):
-        until = start + seconds * (number + 1) / (len(sweeps) + 1)
+    stages = Stages(len(sweeps) + 1, seconds, progress)
+    for name in sweeps:
+        stages.begin()
         rows = result.sweeps[name] = []
         for values in candidates(config, name):
-            if rows and time.monotonic() > until:
+            if rows and stages.over():
                 break
-            progress(" ".join(f"{key} = {value}" for key, value in values.items()), share())
+            stages.tell(", ".join(f"{key} = {value}" for key, value in values.items()))
             rows.append(_row(with_values(config, values), values))
         best = _fastest(rows)
         result.chosen |= best
         config = with_values(config, best)
-    progress("loading", share())
+    stages.begin()
+    stages.tell("loading")
     with opened(config) as trial:
+        stages.begun = time.monotonic()  # however long that took
 
         def measure(depth: int, limit: float) -> float:
-            progress(f"prefetch {depth}", share())
+            stages.tell(f"prefetch {depth}")
             return trial.measure(depth, limit)
 
-        over = lambda: time.monotonic() - start > seconds
-        found = result.depths = search(measure, trial.largest, rounds=ROUNDS, over=over)
+        found = result.depths = search(measure, trial.largest, rounds=ROUNDS, over=stages.over)
         assert found.chosen is not None
         result.chosen["tiers.prefetch"] = "auto" if found.chosen == trial.largest else found.chosen
         result.tokens, result.largest, result.step_s = trial.tokens, trial.largest, found.time(found.chosen)

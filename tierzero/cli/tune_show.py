@@ -35,6 +35,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "step_s": result.step_s,
         "tokens_per_s": result.tokens / result.step_s,
         "largest_depth": result.largest,
+        "complete": found.complete,
         "depths": [
             {
                 "depth": depth,
@@ -98,6 +99,8 @@ def show(console: Console, result: Result) -> None:
         f"the bound of {bound:.3f} s, {PARTS[name]}"
     )
     say(f"limited by {limit(result)}" if limit(result).startswith(tuple(PARTS.values())) else limit(result))
+    if not result.depths.complete:
+        say("the time was over before the search was: give more --seconds to be sure")
     say(f"{result.seconds:.0f} s, {result.depths.count} measurements; nothing left behind")
 
 
