@@ -48,14 +48,14 @@ class Transfer:
         """Fill the unit's flat storage from the tiers. Called on the loop thread."""
         nbytes = self.count(unit)
         if self.pacer is None:
-            return await self._load(unit)
+            await self._load(unit)
+            return
         crossing = asyncio.ensure_future(self.pacer.pace(nbytes))  # bytes cross the link while more of them are read
         try:
             await self._load(unit)
             await crossing
         finally:
             crossing.cancel()
-        return None
 
     async def _load(self, unit: Unit) -> None:
         await asyncio.gather(*(unit.read_region(name, 0, unit.region(name)) for name in unit.layout.regions))
