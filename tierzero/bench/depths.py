@@ -9,7 +9,7 @@ cover a fetch at the rate at which they are used, the bandwidth-delay product in
 the bandwidth; uneven units, and optimizer traffic on the same drive, move it up.
 
 Note [search]
-Because it falls and then is flat, doublings from 0 and the largest depth find a losing and a winning depth next to each
+Because it falls and then is flat, doublings from 1 and the largest depth find a losing and a winning depth next to each
 other, halving finds the knee between them, and a final in turns decides between it, its neighbour and whatever was
 fastest, so that a drive's moods hit all of them. Losers are dropped in between.
 """
@@ -112,8 +112,7 @@ def search(measure: Measure, largest: int, *, rounds: int = 3, over: Callable[[]
 
 
 def _rungs(largest: int) -> Iterator[int]:
-    yield 0
-    rung = 1
+    rung = 1  # 0, the slowest of all, is looked at only if 1 wins
     while rung < largest:
         yield rung
         rung *= 2
@@ -124,8 +123,6 @@ def _ladder(largest: int, take: Callable[[int], float], wins: Callable[[int], bo
     take(largest)
     before = math.inf
     for rung in _rungs(largest):
-        if rung == largest:
-            break
         time = take(rung)
         if time > (1 - NEAR) * before and wins(rung):
             break  # flat, and as good as any
