@@ -1,8 +1,8 @@
 """The prefetch depth: where a throttled link has its knee, and `tierzero tune` against measuring every depth.
 
 - `knee`: modules that sleep instead of multiplying, behind a link of known bandwidth and delay. Every depth is
-  measured, in turns; the least one within 3 % of the fastest is held against the bandwidth-delay product (Note [knee]
-  in tierzero/bench/depths.py). The ratio is the time at theory's depth over the fastest.
+  measured, in turns, and the curve held against the bandwidth-delay product (Note [knee] in tierzero/bench/depths.py).
+  The ratio is the time at theory's knee over the flat part, which is the median of the deeper half.
 - `search`: on the same model and on the built-in decoder (real compute, a real drive, `tiers.link_limit`) the search
   that `tierzero tune` does, with the same measurements. Ratios: the time of a step at its choice over that of the best
   depth, both as the sweep of all depths measured them; and its seconds over those of the sweep.
@@ -62,6 +62,7 @@ class Waiting:
             [unit.layout.flat_bytes for unit in self.engine.units], self.engine.pager.residency.budget
         )
         self.clock.forward = self.clock.backward = COMPUTE
+        self.steps = 0
         self._steps(2)
 
     def link(self, fetch: float) -> tuple[float, float]:
@@ -69,7 +70,12 @@ class Waiting:
         transfer = min(fetch, self.unit / RATE)
         self.engine.pager.residency.transfer.pacer = Pacer(self.unit / transfer, fetch - transfer)
         self._steps(1)
+        self.steps, self.moved = 0, tz.stats(self.model)["h2d"]
         return transfer, fetch - transfer
+
+    def fetched(self) -> float:
+        """Units a step since `link`."""
+        return float((tz.stats(self.model)["h2d"] - self.moved) / self.unit / self.steps)
 
     def measure(self, depth: int, limit: float) -> float:
         self.engine.pager.look_ahead(depth)
@@ -87,6 +93,7 @@ class Waiting:
             self.optimizer.step()
             self.optimizer.zero_grad()
             samples.append(time.perf_counter() - start)
+        self.steps += count
         return samples
 
     def close(self) -> None:
@@ -127,22 +134,15 @@ def waiting(args: argparse.Namespace, _: str) -> list[dict[str, Any]]:
         name = f"a fetch as long as {times:g} units' compute"
         own = compare(name, model.measure, model.largest, args.rounds)
         curve = own[0]["curve"]
-        theory, fastest = min(knee(COMPUTE, transfer, delay), model.largest), min(curve.values())
-        measured = min(depth for depth in curve if curve[depth] <= (1 + NEAR) * fastest)
-        say(f"knee, {name}: theory {theory}, measured {measured}")
-        predicted = {depth: step_of(depth, COMPUTE, transfer, delay) for depth in curve}
-        cases.append(
-            case(
-                f"knee, {name}",
-                [curve[theory]],
-                [fastest],
-                1 + NEAR,
-                theory=theory,
-                measured=measured,
-                curve=curve,
-                predicted_s_per_use=predicted,
-            )
-        )
+        flat = statistics.median(curve[depth] for depth in curve if depth > model.largest // 2)
+        theory = min(knee(COMPUTE, transfer, delay), model.largest)
+        measured = min(depth for depth in curve if curve[depth] <= (1 + NEAR) * flat)
+        each, fetched = max(COMPUTE, transfer), model.fetched()
+        predicted = {depth: flat + fetched * (step_of(depth, COMPUTE, transfer, delay) - each) for depth in curve}
+        worst = max(abs(curve[depth] / predicted[depth] - 1) for depth in curve)
+        say(f"knee, {name}: theory {theory}, measured {measured}; the curve is within {worst:.0%} of theory's")
+        told = {"theory": theory, "measured": measured, "curve": curve, "predicted": predicted, "worst": worst}
+        cases.append(case(f"knee, {name}", [curve[theory]], [flat], 1.05, **told))
         cases += own
     model.close()
     return cases

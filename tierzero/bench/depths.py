@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 NEAR = 0.03  # of the best: as good as it, as far as one short measurement can tell
-EQUAL = 0.01  # the same, in the final
+EQUAL = 0.005  # the same, in the final
 LOST = 1.5  # times the best: not worth another second
 
 
