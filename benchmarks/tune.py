@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--kind", nargs="+", choices=["waiting", "decoder"], default=["waiting", "decoder"])
     parser.add_argument("--fetch", type=float, nargs="+", default=FETCHES, help="its time, in units' compute")
     parser.add_argument("--blocks", type=int, default=24, help="of the waiting model, 0.3 M parameters each")
-    parser.add_argument("--layers", type=int, default=16, help="of the decoder, 0.9 M parameters each")
+    parser.add_argument("--layers", type=int, default=12, help="of the decoder, 0.9 M parameters each")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     cases = []
