@@ -60,7 +60,7 @@ class Waiting:
         self.engine = engine_of(self.model)
         self.unit = unit
         self.largest = largest_depth(
-            [unit.layout.flat_bytes for unit in self.engine.units], self.engine.pager.residency.budget
+            [unit.layout.flat_bytes for unit in self.engine.units], self.engine.pager.residency.ahead.budget
         )
         self.clock.forward = self.clock.backward = COMPUTE
         self.steps = 0

@@ -46,7 +46,7 @@ class Trial:
             self.trainer = Trainer(config, task, self.model, QuietView())
             self.meter = Meter(tz.stats(self.model))
             self.largest = largest_depth(
-                [unit.layout.flat_bytes for unit in self.engine.units], self.engine.pager.residency.budget
+                [unit.layout.flat_bytes for unit in self.engine.units], self.engine.pager.residency.ahead.budget
             )
             self.depth: int | None = None
             self._steps(2)
