@@ -43,14 +43,15 @@ class _Pause(torch.autograd.Function):
 class WaitingBlock(nn.Module):
     """Four square matrices, all of whose elements get a gradient that depends on all of them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, width: int = WIDTH) -> None:
         super().__init__()
         self.clock = clock
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(4))
+        self.width = width
+        self.weights = nn.ParameterList(torch.randn(width, width) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = _Pause.apply(x, self.clock)
-        mean = torch.full((1, WIDTH), 1 / WIDTH, dtype=x.dtype)
+        mean = torch.full((1, self.width), 1 / self.width, dtype=x.dtype)
         for weight in self.weights:
             x = x + torch.tanh(x * (mean @ weight))
         return x

@@ -19,6 +19,8 @@ SMALL = {
     "overlap real": ["--kind", "real", "--layers", "1", "--rounds", "1", "--steps", "1"],
     "overhead": ["--units", "50", "--rounds", "2"],
     "prefetch": ["--blocks", "3", "--steps", "3"],
+    "tune waiting": ["--kind", "waiting", "--blocks", "4", "--rounds", "1", "--fetch", "1.5"],
+    "tune decoder": ["--kind", "decoder", "--layers", "2", "--rounds", "1"],
     "peers": ["--rounds", "1", "--steps", "1"],
 }
 

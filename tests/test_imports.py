@@ -82,7 +82,7 @@ ROWS = [
     {"engine"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
     {"observe"},
-    {"bench.scratch", "bench.fio"},
+    {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
     {"bench.search"},
     {"bench.nvme"},
@@ -173,7 +173,7 @@ PURE = {  # no torch
         "state_format",
     ),
     *("clock", "step_stats", "watch", "timeline", "prometheus"),
-    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states"),
+    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states", "pace"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

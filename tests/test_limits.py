@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from oracle import Plain, assert_same, make, tiered, tiers_for, train_both
 
 import tierzero as tz
+from tierzero.api import engine_of
 from tierzero.cli.config import load
 from tierzero.errors import ConfigError
 from tierzero.native import NATIVE
@@ -131,3 +132,21 @@ def test_the_keys_of_the_configuration() -> None:
         load(None, ["tiers.nvme_limit=slow"])
     with pytest.raises(ConfigError, match=r"^tiers\.link_limit must be at least 1 MB/s, got 5"):
         load(None, ["tiers.link_limit=5"])
+
+
+def test_the_block_of_the_io(tmp_path: Path) -> None:
+    model = make(models.Net)
+    tiers = dataclasses.replace(tiers_for(model, "nvme", tmp_path), nvme_block="64KiB")
+    tz.offload(model, tiers)
+    engine = engine_of(model)
+    if engine.io is not None:
+        assert engine.io.native.block == 1 << 16
+    tz.close(model)
+
+
+@pytest.mark.parametrize("value", [0, 4095, "1MB", "2GiB", "50%", True, "much"])
+def test_what_is_no_block_is_a_sentence(value: Any) -> None:
+    with pytest.raises(ConfigError, match="nvme_block"):
+        tz.Tiers(nvme_block=value, compute="cpu").check()
+    with pytest.raises(ConfigError, match=r"^tiers\.nvme_block "):
+        load(None, [f"tiers.nvme_block={value!r}".lower()])

@@ -123,7 +123,8 @@ class Engine:
         if NATIVE is not None:
             from tierzero.tiers.nvme import NativeEngine
 
-            self.io = NativeEngine(**engine_options(measured(directories)), limit=self.tiers.drive_limit())
+            options = engine_options(measured(directories), self.tiers.block_bytes())
+            self.io = NativeEngine(**options, limit=self.tiers.drive_limit())
             self._undo.append(self.io.close)
         self.metrics.drives = self._drives
         self.store: Store | None = None

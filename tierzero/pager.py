@@ -223,6 +223,14 @@ class Pager:
                 with self.metrics.timed("stall_update_s", unit.name):
                     self.loop.run(self._settled(unit))
 
+    def look_ahead(self, depth: int | None) -> None:
+        """Fetch `depth` units ahead from now on, None for as far as the budget reaches."""
+
+        def change() -> None:
+            self.residency.depth = depth
+
+        self.loop.do(change)
+
     def close(self) -> None:
         """Drop every device copy; later uses are refused."""
         self.loop.run(self.residency.close())

@@ -33,7 +33,7 @@ class Transfer:
         """`limit`: bytes per second to the device, 0 for none."""
         self.device = device
         self.metrics = metrics
-        self._pacer = Pacer(limit) if limit else None
+        self.pacer = Pacer(limit) if limit else None
 
     def allocate(self, unit: Unit) -> None:
         """Give the unit its device bytes."""
@@ -55,15 +55,23 @@ class Transfer:
         nbytes = self.count(unit)
         start = time.perf_counter_ns()
         with self.metrics.h2d_busy, self.metrics.background:
-            if self._pacer is None:
-                await self._load(unit)
-            else:  # bytes cross the link while more of them are read
-                await asyncio.gather(self._load(unit), self._pacer.pace(nbytes))
+            await self._paced(unit, nbytes)
         if self.metrics.recorder is not None:
             source = "host" if unit.host_flat is not None else "NVMe"
             self.metrics.recorder.add(
                 "fetch", "fetch", f"fetch {unit.name}", start, time.perf_counter_ns(), bytes=nbytes, source=source
             )
+
+    async def _paced(self, unit: Unit, nbytes: int) -> None:
+        if self.pacer is None:
+            await self._load(unit)
+            return
+        crossing = asyncio.ensure_future(self.pacer.pace(nbytes))  # bytes cross the link while more of them are read
+        try:
+            await self._load(unit)
+            await crossing
+        finally:
+            crossing.cancel()
 
     async def _load(self, unit: Unit) -> None:
         await asyncio.gather(*(unit.read_region(name, 0, unit.region(name)) for name in unit.layout.regions))

@@ -29,15 +29,16 @@ def weights_of(profiles: Sequence[Any]) -> list[int]:
     return stripe_weights([None if profile is None else profile.mixed for profile in profiles])
 
 
-def engine_options(profiles: Sequence[Any]) -> dict[str, Any]:
-    """Keyword arguments of the native engine, empty where nothing was measured.
+def engine_options(profiles: Sequence[Any], block: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of the native engine, empty where nothing was measured. `block`: bytes, instead of the best.
 
     One engine serves all drives: it runs as the drive wants it that needs the most bytes in flight, and on the pool
     only where that was the fastest everywhere.
     """
     known = [profile for profile in profiles if profile is not None]
+    chosen = {} if block is None else {"block": block}
     if not known:
-        return {}
+        return chosen
     most = max(known, key=lambda profile: profile.block * profile.depth)
     kind = "pool" if all(profile.engine == "pool" for profile in known) else "auto"
-    return {"kind": kind, "block": most.block, "depth": most.depth}
+    return {"kind": kind, "block": most.block, "depth": most.depth} | chosen

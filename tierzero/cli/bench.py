@@ -5,18 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from tierzero.cli.progress import share_done
+from tierzero.cli.stopping import Stopped, signals_stop
 from tierzero.doctor.child import Child
 from tierzero.errors import ConfigError
 from tierzero.sizes import parse_size
@@ -25,17 +21,10 @@ LEAST_SECONDS = 2.0
 SILENCE = 15.0  # seconds that the first small file on a drive may take
 
 
-class Stopped(BaseException):
-    """A signal asked to end; not an Exception, so that nothing on the way takes it for a failure."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def nvme(paths: list[Path], size: str, seconds: float, *, compare_fio: bool, as_json: bool) -> None:
     """Measure and print. ConfigError for arguments that cannot be, typer.Exit(128 + n) when signal n came."""
     try:
-        with _signals():
+        with signals_stop():
             _nvme(paths, size, seconds, compare_fio=compare_fio, as_json=as_json)
     except Stopped as stopped:
         print("stopped; nothing was left behind and no profile was stored", file=sys.stderr)
@@ -64,7 +53,7 @@ def _nvme(paths: list[Path], size: str, seconds: float, *, compare_fio: bool, as
     from tierzero.bench.nvme import measure
     from tierzero.bench.show import show
 
-    with _progress() as progress:
+    with share_done() as progress:
         report = measure(paths, nbytes, seconds=seconds, compare=compare_fio, progress=progress)
     if as_json:
         for note in report.notes:
@@ -85,46 +74,3 @@ def _check_answers(path: Path) -> None:
             "failing. See dmesg, or give another directory",
             str(path),
         )
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; a second one acts as it always does. Ignored ones stay so."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {}
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for other in numbers:
-            signal.signal(other, signal.SIG_DFL)
-        raise Stopped(number)
-
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _progress() -> Iterator:
-    """A function that shows a phase and the share done, on stderr where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    # drawn by hand between phases: a thread that draws would be counted as the engine's CPU time
-    with Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def show(what: str, done: float) -> None:
-            bar.update(task, completed=done, description=what)
-            bar.refresh()
-
-        yield show

@@ -76,6 +76,14 @@ def _limit(value: Any) -> Any:
     return text
 
 
+def _block(value: Any) -> Any:
+    text = value.strip() if isinstance(value, str) else value
+    nbytes = parse_size(text)
+    if not 0 < nbytes <= 1 << 30 or nbytes % 4096:
+        raise ValueError(f"must be a multiple of 4096 bytes up to 1 GiB, got {value!r}")
+    return text
+
+
 PathValue = Annotated[Path, BeforeValidator(_path)]
 Positive = Annotated[int, Field(gt=0)]
 
@@ -132,12 +140,14 @@ class TiersSection(Section):
 
     `nvme`: one directory, or a list of them, one per drive. `nvme_tbw`: bytes that all these drives together are rated
     to write. `nvme_limit`: bytes per second of each drive, `link_limit`: to the device, both at most.
+    `nvme_block`: bytes of one piece of I/O; unset: the drive's best.
     """
 
     nvme: Annotated[list[Path], BeforeValidator(_paths)] | None = None
     nvme_tbw: Annotated[int | float | str, BeforeValidator(_rating)] | None = None
     nvme_limit: Annotated[int | float | str, BeforeValidator(_limit)] | None = None
     link_limit: Annotated[int | float | str, BeforeValidator(_limit)] | None = None
+    nvme_block: Annotated[int | str, BeforeValidator(_block)] | None = None
     host: Annotated[int | float | str, BeforeValidator(_size)] | None = None
     device: Annotated[int | float | str, BeforeValidator(_size_or_auto)] | None = None
     prefetch: Annotated[int | str, BeforeValidator(_depth)] = "auto"

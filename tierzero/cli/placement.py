@@ -50,6 +50,7 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
         nvme_tbw=tiers.nvme_tbw,
         nvme_limit=tiers.nvme_limit,
         link_limit=tiers.link_limit,
+        nvme_block=tiers.nvme_block,
     )
 
 

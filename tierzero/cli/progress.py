@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from tierzero.cli.report import StepReport
@@ -125,3 +133,26 @@ def choose_view(console: Console, quiet: bool, every: int) -> View:
     if quiet:
         return QuietView()
     return LiveView(console) if console.is_terminal else PlainView(console, every)
+
+
+@contextmanager
+def share_done() -> Iterator[Callable[[str, float], None]]:
+    """A function that shows a phase and the share done, on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    # drawn by hand between phases: a thread that draws would be counted as the engine's CPU time
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(what: str, done: float) -> None:
+            bar.update(task, completed=done, description=what)
+            bar.refresh()
+
+        yield show

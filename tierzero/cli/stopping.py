@@ -1,10 +1,12 @@
-"""Ctrl-C and SIGTERM as a wish to stop after the step."""
+"""Ctrl-C and SIGTERM as a wish to stop: after the step, or at once with everything put away."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -35,3 +37,30 @@ class StopSignal:
         # written directly: printing from a handler could wait for a lock that the interrupted code holds
         os.write(2, b"\nstopping after this step, then saving (once more: stop at once)\n")
         self._restore()
+
+
+class Stopped(BaseException):
+    """A signal asked to end; not an Exception, so that nothing on the way takes it for a failure."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextmanager
+def signals_stop() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; a second one acts as it always does. Ignored ones stay so."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
+        raise Stopped(number)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -15,6 +15,7 @@ import torch
 from tierzero import cgroup
 from tierzero.directory import check_apart, listed
 from tierzero.errors import ConfigError
+from tierzero.layout import PAGE
 from tierzero.sizes import parse_rate, parse_size
 
 AUTO_DEVICE_SHARE = 0.5  # of what is free: activations need the rest
@@ -37,6 +38,8 @@ class Tiers:
     nvme_limit: bytes per second that each drive is held below, reads and writes together ("1GB/s", 5e8): for a drive
     that others use too, or to see how a run would fare on a slower one; None: none.
     link_limit: the same for parameters on their way to the compute device; None: none.
+    nvme_block: bytes of one piece of I/O, a multiple of 4096 up to 1 GiB; None: what `tierzero bench nvme` found best
+    on the drive, or 8 MiB.
     """
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -48,6 +51,7 @@ class Tiers:
     nvme_tbw: int | float | str | None = None
     nvme_limit: int | float | str | None = None
     link_limit: int | float | str | None = None
+    nvme_block: int | str | None = None
 
     def directories(self) -> list[Path]:
         """The store's directories, one per drive; none without NVMe.
@@ -85,6 +89,15 @@ class Tiers:
     def device_limit(self) -> int:
         """Bytes per second to the compute device, 0 without a limit."""
         return _rate(self.link_limit, "link_limit")
+
+    def block_bytes(self) -> int | None:
+        """Bytes of one piece of I/O, None for the drive's own."""
+        if self.nvme_block is None:
+            return None
+        block = _size(self.nvme_block, 0, "nvme_block")
+        if not 0 < block <= 1 << 30 or block % PAGE:
+            raise ConfigError(f"nvme_block={self.nvme_block!r}: a block is a multiple of 4096 bytes up to 1 GiB")
+        return block
 
     def compute_device(self) -> torch.device:
         """Where forward and backward run. ConfigError for CUDA without one."""
@@ -144,6 +157,7 @@ class Tiers:
         self.depth()
         self.drive_limit()
         self.device_limit()
+        self.block_bytes()
         if self.gds not in ("auto", "off"):
             raise ConfigError(f'gds={self.gds!r}: use "auto" or "off"; this version has no GPUDirect path to force')
 
