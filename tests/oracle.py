@@ -125,6 +125,11 @@ class Tiered:
         assert engine.arena.peak <= engine.metrics.host_budget
         assert not engine.hooks.frames
         assert not engine.hooks.backward.tasks
+        assert not engine.hooks.root_nets
+        if engine.activations is not None:
+            used = engine.activations.usage()
+            assert used["activations_host"] == used["activations_nvme"] == used["activations_waiting"] == 0
+            assert used["activations_host_peak"] <= engine.tiers.activation_bytes()
 
 
 async def _arrived(units: Sequence[Any]) -> None:

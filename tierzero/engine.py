@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tierzero.activation_pool import ActivationPool
+from tierzero.activations import Activations
 from tierzero.errors import ConfigError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
@@ -27,11 +29,12 @@ from tierzero.placement import Placement, UnitSize, place
 from tierzero.records import HostRecord
 from tierzero.refit import States
 from tierzero.room import Room
+from tierzero.spill import SpillFile
 from tierzero.state_format import PLAIN, StateFormat
 from tierzero.store import Store
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import HostArena
-from tierzero.transfer import make_transfer
+from tierzero.transfer import Transfer, make_transfer
 from tierzero.tuning import engine_options, measured, numa_node
 from tierzero.unit import Unit, spec_of
 from tierzero.updates import UpdateQueue
@@ -76,6 +79,7 @@ class Engine:
             drives=len(directories),
             native=NATIVE is not None,
             cuda=self.device.type == "cuda",
+            activations=tiers.activation_bytes(),
         )
         self._undo: list[Any] = []
         try:
@@ -122,6 +126,7 @@ class Engine:
             keep_freed()
         transfer = make_transfer(self.device, self.metrics, staging)
         budget = self.metrics.device_budget - placement.grad_reserve
+        self.activations = self._activations(transfer)
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
         split: list[str] = []
         if self.store is not None:
@@ -144,7 +149,17 @@ class Engine:
             raise
         if self.device.type != "cpu":
             move_buffers(model, self.device)
-        self.hooks = Hooks(model, self.units, self.pager)
+        self.hooks = Hooks(model, self.units, self.pager, self.activations)
+
+    def _activations(self, transfer: Transfer) -> Activations | None:
+        if not self.placement.activations:
+            return None
+        block = self.arena.allocate(self.placement.activations, "activations")
+        spill = SpillFile(self.store, self.io) if self.store is not None else None
+        pool = ActivationPool(block, spill, transfer, self.metrics)
+        made = Activations(pool, self.loop, transfer, self.metrics)
+        self._undo.append(made.close)
+        return made
 
     def _move(self, unit: Unit, part: Part, split: list[str]) -> None:
         """Take one unit's parameters out of the model and into the tiers; its memory is free afterwards."""
@@ -286,7 +301,10 @@ class Engine:
         if self.io is not None:
             counters = self.io.counters()
             return int(counters["bytes_read"]), int(counters["bytes_written"])
-        return (self.store.file.bytes_read, self.store.file.bytes_written) if self.store is not None else (0, 0)
+        files = [self.store.file] if self.store is not None else []
+        spill = self.activations.pool.spill if self.activations is not None else None
+        files += [spill.file] if spill is not None and spill.file is not None else []
+        return sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)
 
     def close(self) -> None:
         """Finish what is queued, free everything, release the store. The model's parameters stay at rest and

@@ -24,6 +24,7 @@ class Metrics:
     stall_fetch_s: float = 0.0
     stall_update_s: float = 0.0
     stall_grad_s: float = 0.0
+    stall_activation_s: float = 0.0
     update_s: float = 0.0
     hits: int = 0
     misses: int = 0
@@ -31,6 +32,13 @@ class Metrics:
     prefetch_wasted: int = 0
     forced_evictions: int = 0
     faults: int = 0
+    activations_offloaded: int = 0
+    activations_restored: int = 0
+    activations_written: int = 0
+    activations_read: int = 0
+    activations_kept: int = 0
+    activation_hits: int = 0
+    activation_misses: int = 0
     steps: int = 0
     skipped_steps: int = 0
     guesses: int = 0

@@ -5,6 +5,11 @@ Three streams: the user's compute stream, one for host-to-device and one for dev
 allocated on the copy stream, so freed memory is reused there in order; before it is freed, the copy stream waits for
 the event of its last use on the compute stream. Compute waits for a unit's ready event, never the host. A gradient is
 copied out after an event on the compute stream, and whoever reads it on the host waits for its copy event first.
+
+Activations go out like gradients, behind the event of the compute stream at which they were saved; the device bytes are
+kept until the host has seen the copy's own event, so freeing them needs no stream. They come back into memory of the
+copy-in stream; the compute stream waits for the copy's event, and the allocator is told of its use there, so that the
+memory is not reused before that.
 """
 
 from __future__ import annotations
@@ -61,6 +66,25 @@ class Transfer:
             view.copy_(grad)
         self.metrics.add("d2h", grad.nbytes)
         self.metrics.device_passing(grad.nbytes)
+
+    def stow(self, data: torch.Tensor, host: torch.Tensor, mark: Any) -> Any:
+        """Copy uint8[n] on the device to `host`, behind what `mark` marks. None if that is done, else what `arrived`
+        takes.
+        """
+        host.copy_(data)
+        return None
+
+    def bring(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(a new uint8[n] on the device with the bytes of `host`, None or what `arrived` and `use` take)."""
+        data = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+        data.copy_(host)
+        return data, None
+
+    async def arrived(self, event: Any) -> None:
+        """Return when a copy has been made."""
+
+    def use(self, data: torch.Tensor, event: Any) -> None:
+        """Order the caller's work with `data`, which `bring` returned, behind its arrival."""
 
     def count(self, unit: Unit) -> None:
         """Account for one fetch."""
@@ -155,6 +179,27 @@ class CudaTransfer(Transfer):
         self.metrics.add("d2h", grad.nbytes)
         self.metrics.device_passing(grad.nbytes)
         unit.finish_grads = lambda: self.finish(unit)
+
+    def stow(self, data: torch.Tensor, host: torch.Tensor, mark: Any) -> Any:
+        self.d2h.wait_event(mark)
+        with torch.cuda.stream(self.d2h):
+            host.copy_(data, non_blocking=True)
+            return self.d2h.record_event()
+
+    def bring(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        with torch.cuda.stream(self.h2d):
+            data = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+            data.copy_(host, non_blocking=True)
+            return data, self.h2d.record_event()
+
+    async def arrived(self, event: Any) -> None:
+        if event is not None:
+            await asyncio.to_thread(event.synchronize)
+
+    def use(self, data: torch.Tensor, event: Any) -> None:
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_event(event)
+        data.record_stream(compute)
 
     def finish(self, unit: Unit) -> None:
         """Wait on the host for the gradient copies of `unit`."""
