@@ -68,8 +68,11 @@ class ActivationPool(ActivationRoom):
     def fail(self) -> None:
         """Raise, once, what has kept a piece on the device. From any thread."""
         failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # it refers to this frame, and to those of a forward, which has a graph
 
     async def _work(self) -> None:
         while self._queue:
@@ -125,6 +128,8 @@ class ActivationPool(ActivationRoom):
         piece = slot()  # it lives until this is done, whatever becomes of the caller
         self._bury()
         self._check_open()
+        if piece is None:
+            raise TierzeroError("the activations that were asked for are gone: an exception has ended the wait for them")
         found = slot.ahead
         if found is None and slot.data is not None:
             return slot.data, None
@@ -158,7 +163,10 @@ class ActivationPool(ActivationRoom):
             return
         reading = self._read_into(slot, offset)
         await asyncio.wait([reading])
-        reading.result()
+        try:
+            reading.result()
+        finally:
+            del reading  # its exception refers to this frame
 
     def _check_open(self) -> None:
         if self.closed:

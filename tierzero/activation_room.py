@@ -88,9 +88,14 @@ class ActivationRoom:
         else:
             raise TierzeroError(f"the activations' pool has no run of {size} bytes; please report this as a bug")
         self._bury()
-        for task in mine:
-            if task.done():
-                task.result()
+        done = [task for task in mine if task.done()]
+        mine.clear()
+        try:
+            while done:
+                done.pop().result()
+        finally:
+            done.clear()  # a task's exception refers to this frame
+            del others
 
     async def _write(self, slot: Slot) -> None:
         spill = self.spill
