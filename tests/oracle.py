@@ -129,6 +129,7 @@ class Tiered:
         if engine.activations is not None:
             if engine.activations.usage()["activations_host"]:
                 gc.collect()  # an exception's frames may hold a graph
+            engine.run(engine.activations.pool.drained())
             used = engine.activations.usage()
             assert used["activations_host"] == used["activations_nvme"] == used["activations_waiting"] == 0, used
             assert used["activations_host_peak"] <= engine.tiers.activation_bytes()

@@ -129,7 +129,9 @@ class ActivationPool(ActivationRoom):
         self._bury()
         self._check_open()
         if piece is None:
-            raise TierzeroError("the activations that were asked for are gone: an exception has ended the wait for them")
+            raise TierzeroError(
+                "the activations that were asked for are gone: an exception has ended the wait for them"
+            )
         found = slot.ahead
         if found is None and slot.data is not None:
             return slot.data, None
@@ -237,9 +239,13 @@ class ActivationPool(ActivationRoom):
     async def stop(self) -> None:
         """Wait for what is on its way and give everything up; what is in a graph still cannot be unpacked any more."""
         self.closed = True
+        await self.drained()
+        self.abandon()
+
+    async def drained(self) -> None:
+        """Return when nothing is on its way."""
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self.abandon()
 
     def abandon(self) -> None:
         """The same without waiting: whoever does I/O keeps its file open until that is done."""

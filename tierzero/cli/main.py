@@ -78,7 +78,8 @@ def train(
     Keys: `model.{preset,path,layers,hidden,heads,vocab}`, `data.{path,sequence,batch}`,
     `train.{steps,lr,warmup,weight_decay,clip,overlap,state_dtype,master,accumulate,seed,save_every,out,dtype}`,
     `train.{recompute,sample,log_every}`,
-    `tiers.{nvme,nvme_tbw,host,device,prefetch,gds}`. Sizes are bytes, "64MiB", "1.5GB", or a share of memory, "60%".
+    `tiers.{nvme,nvme_tbw,host,device,activations,prefetch,gds}`. Sizes are bytes, "64MiB", "1.5GB", or a share of
+    memory (of the host budget for activations), "60%".
 
     Ctrl-C finishes the step, saves and exits; `--resume` goes on with the same losses, bit for bit.
     """
