@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import random
 import signal
@@ -16,13 +17,14 @@ import torch
 from activations import PAGE, moved_all, pair, usage, with_activations
 from drives import memory_drive
 from models import Net
-from oracle import Tiered, batches, loss_of, make, same, tiered, train_both
+from oracle import Plain, Tiered, batches, loss_of, make, same, tiered, train_both
 from test_engine_errors import Trapped
 from test_engine_signals import Alarm, Interrupt, interrupted, trial
 from torch import nn
 
 import tierzero as tz
 from tierzero.errors import TierzeroError
+from tierzero.native import NATIVE
 from tierzero.tiers.base import open_block_file
 from tierzero.tiers.faulty import Fault, FaultyFile
 
@@ -238,6 +240,48 @@ def test_backward_after_close(tmp_path: Path) -> None:
         run.check_pools = lambda: None  # type: ignore[method-assign]
     with pytest.raises(TierzeroError, match=r"closed by tierzero\.close"):
         graph.backward()
+
+
+class Resized(Net):
+    """Takes the bytes of a saved tensor away."""
+
+    def body(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](h).exp()
+        Resized.last = h
+        return self.layers[1](h * 2)
+
+    last: Any = None
+
+
+def test_a_storage_that_is_resized(tmp_path: Path) -> None:
+    """Reading its bytes would crash: it is a sentence, whether its copy was made or not."""
+    with pair(tmp_path, Resized) as (plain, run):
+        loss = loss_of(run.model, next(batches(1)))
+        Resized.last.untyped_storage().resize_(0)
+        try:
+            loss.backward()  # its copy was made, and serves
+        except TierzeroError as error:
+            assert "was resized since" in str(error)  # noqa: PT017
+        run.zero_grad()
+        del loss
+        Resized.last = None
+        train_both([("", run)], plain, 1)
+        Resized.last = None
+
+
+@pytest.mark.skipif(NATIVE is None, reason="stripes need the native extension")
+def test_several_drives(tmp_path: Path) -> None:
+    """Activations are striped as the store is, and leave nothing."""
+    model, plain = make(models.Checkpointed), Plain(make(models.Checkpointed))
+    where = [tmp_path / "one", tmp_path / "two"]
+    tiers = with_activations(model, "nvme", where[0], 2 * PAGE)
+    tiers = dataclasses.replace(tiers, nvme=where, host=int(tiers.host) + (4 << 20))
+    with tiered(model, tiers) as run:
+        train_both([("striped", run)], plain, 2)
+        assert tz.stats(model)["activations_read"] > 0
+        assert run.engine.activations is not None
+        assert len(run.engine.activations.pool.spill.paths) == 2  # type: ignore[union-attr]
+    assert [list(path.iterdir()) for path in where] == [[], []]
 
 
 def test_what_is_too_large_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

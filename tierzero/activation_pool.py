@@ -88,7 +88,7 @@ class ActivationPool(ActivationRoom):
 
     def _stow(self, slot: Slot, offset: int | None) -> None:
         data = slot.data
-        if offset is None or slot() is None or data is None:
+        if offset is None or slot() is None or data is None or not slot.whole:
             if offset is not None:
                 self._runs.give(offset, slot.size)
             if slot() is not None:
@@ -122,8 +122,8 @@ class ActivationPool(ActivationRoom):
     # -- back ----------------------------------------------------------------------------------------------------------
 
     async def bring(self, slot: Slot) -> tuple[torch.Tensor, Any]:
-        """(uint8[nbytes] on the device, what Transfer.use takes) of a piece that somebody holds. OSError if the drive
-        fails.
+        """(uint8[nbytes] on the device, what Transfer.use takes) of a piece that somebody holds and whose storage is
+        gone. OSError if the drive fails.
         """
         piece = slot()  # it lives until this is done, whatever becomes of the caller
         self._bury()
@@ -133,8 +133,11 @@ class ActivationPool(ActivationRoom):
                 "the activations that were asked for are gone: an exception has ended the wait for them"
             )
         found = slot.ahead
-        if found is None and slot.data is not None:
-            return slot.data, None
+        if slot.data is not None:
+            raise TierzeroError(
+                "the storage of a tensor that forward had saved for backward was resized since, and its values with "
+                "it: resize it after backward, or save a copy"
+            )
         if found is not None:
             slot.ahead = self._ahead = None
         else:
@@ -151,7 +154,7 @@ class ActivationPool(ActivationRoom):
                 self._brings -= 1
         del piece
         self._cursor = slot.index
-        self._look_ahead()
+        asyncio.get_running_loop().call_soon(self._look_ahead)  # after the answer
         return found
 
     async def _come(self, slot: Slot) -> None:

@@ -74,6 +74,12 @@ class Slot(weakref.ref[Piece]):
         self.ahead: tuple[torch.Tensor, Any] | None = None  # its bytes on the device, before they are wanted
 
     @property
+    def whole(self) -> bool:
+        """Whether the storage of `data` was not made smaller."""
+        data = self.data
+        return data is not None and data.untyped_storage().nbytes() >= int(data.storage_offset()) + self.nbytes
+
+    @property
     def ready(self) -> bool:
         """Whether its bytes can be had without waiting for a drive. From any thread."""
         return self.place is not Place.AWAY or self.ahead is not None
@@ -95,7 +101,8 @@ class Slots:
         """Take one out; whether it was in."""
         if self._slots.pop(slot.number, None) is None:
             return False
-        self._order[slot.place].remove((slot.index, slot.number))
+        order = self._order[slot.place]
+        del order[bisect_left(order, (slot.index, slot.number))]
         return True
 
     def put(self, slot: Slot, place: Place) -> None:

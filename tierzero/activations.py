@@ -29,7 +29,7 @@ from tierzero.activation_slots import Slot
 from tierzero.backward import in_backward
 from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
-from tierzero.saved import Kept, WeakStorage, storage_id
+from tierzero.saved import Kept, WeakStorage, storage_id, values_id
 from tierzero.sizes import format_size
 from tierzero.transfer import Transfer
 
@@ -125,7 +125,7 @@ class Activations:
         if self.pool.failure is not None:
             self.pool.fail()
         storage = tensor.untyped_storage()
-        key = (storage_id(tensor), tensor._version)
+        key = values_id(tensor)
         first, last = _span(tensor)
         whole = (*key, 0, storage.nbytes())
         piece = self._pieces.get(whole)

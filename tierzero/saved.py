@@ -92,6 +92,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def values_id(tensor: torch.Tensor) -> tuple[int, int]:
+    """What the values in `tensor`'s storage are known by until somebody changes them in place."""
+    return storage_id(tensor), int(tensor._version)
+
+
 Keep = Callable[[torch.Tensor], Kept]
 
 
