@@ -219,13 +219,14 @@ def test_shapes_that_change_reuse_the_space(tmp_path: Path) -> None:
     model = make(Growing)
     with tiered(model, with_activations(model, "nvme", tmp_path, 8 * PAGE)) as run:
         model(torch.randn(1024, 8)).backward()
-        most = usage(run)["activations_nvme_peak"]
+        most = tz.stats(model)["activations_offloaded"] + 8 * PAGE  # how many of them spill is a matter of time
         assert run.engine.activations is not None
         file = run.engine.activations.pool.spill.file  # type: ignore[union-attr]
         assert file is not None
         size = file.size()
         for _ in range(30):
             model(torch.randn(rng.randrange(1, 1025), 8)).backward()
+            run.engine.run(run.engine.activations.pool.drained())
         assert usage(run)["activations_nvme_peak"] <= most
         assert file.size() == size
         assert usage(run)["activations_host_peak"] <= 8 * PAGE
