@@ -95,6 +95,13 @@ def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]
     assert len(os.listdir("/proc/self/fd")) <= files, "open files are left"
 
 
+@pytest.fixture
+def small_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move activations however small they are, and let few of them wait."""
+    monkeypatch.setattr("tierzero.activations.LEAST", 1)
+    monkeypatch.setattr("tierzero.activations.IN_FLIGHT", 4096)
+
+
 # where the modules keep their reference to the extension
 _HOMES = (
     *("checksum", "engine", "planner", "records", "refit", "tiers.host", "tiers.nvme"),

@@ -134,6 +134,14 @@ class Tiered:
         assert engine.arena.peak <= engine.metrics.host_budget
         assert not engine.hooks.frames
         assert not engine.hooks.backward.tasks
+        assert not engine.hooks.root_nets
+        if engine.activations is not None:
+            if engine.activations.usage()["activations_host"]:
+                gc.collect()  # an exception's frames may hold a graph
+            engine.run(engine.activations.pool.drained())
+            used = engine.activations.usage()
+            assert used["activations_host"] == used["activations_nvme"] == used["activations_waiting"] == 0, used
+            assert used["activations_host_peak"] <= engine.tiers.activation_bytes()
 
 
 async def _arrived(units: Sequence[Any]) -> None:

@@ -149,7 +149,8 @@ def test_quiet_view_says_nothing() -> None:
 
 
 def test_meter_gives_differences() -> None:
-    keys = ("nvme_read", "nvme_written", "h2d", "d2h", "stall_fetch_s", "stall_update_s", "stall_grad_s")
+    stalls = ("stall_fetch_s", "stall_update_s", "stall_grad_s", "stall_activation_s")
+    keys = ("nvme_read", "nvme_written", "h2d", "d2h", *stalls)
     meter = Meter(dict.fromkeys(keys, 10))
     stalls, moved = meter(dict.fromkeys(keys, 13))
     assert set(stalls.values()) == {3.0}
@@ -240,6 +241,7 @@ def test_placement_of_the_demo(tmp_path: Path) -> None:
     import tierzero as tz
     from tierzero.cli.placement import check_disk, choose_tiers, print_placement, rows
     from tierzero.cli.task import DecoderTask
+    from tierzero.sizes import format_size
 
     config = load(None, [f"train.out={tmp_path}"])
     task = DecoderTask(config)
@@ -254,6 +256,17 @@ def test_placement_of_the_demo(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     print_placement(console, config, task, plan)
     assert "103,055,872 parameters" in console.file.getvalue()  # type: ignore[attr-defined]
+    for activations, share in (("64MiB", 0), ("25%", 0.25)):
+        more = choose_tiers(load(None, [f"train.out={tmp_path}", f"tiers.activations={activations}"]), model)
+        assert more.activation_bytes() == (int(more.host_bytes() * share) or 64 << 20)
+        assert abs(more.host_bytes() - more.activation_bytes() - tiers.host_bytes()) <= tiers.host_bytes() * 1e-5
+        beside = tz.plan(model, more)
+        assert ("activations", "-", f"up to {format_size(more.activation_bytes())}", "what exceeds it") in rows(
+            config, beside
+        )
+        assert abs(beside.host_needed - beside.activation_bytes - plan.host_needed) <= 1 << 20
+    with pytest.raises(ConfigError, match=r"tiers\.activations = '100%' leaves nothing"):
+        choose_tiers(load(None, [f"train.out={tmp_path}", "tiers.activations=100%"]), model)
     check_disk(config, plan)
     with pytest.raises(OSError, match=r"needs 1024\.00 TiB and the drive has") as raised:
         check_disk(config, dataclasses.replace(plan, nvme_min=1 << 50))

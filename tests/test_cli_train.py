@@ -54,7 +54,7 @@ def test_metrics(finished: tuple[Path, str]) -> None:
     lines = metrics(finished[0])
     assert len(lines) == 12
     for line in lines:
-        assert set(line["stalls"]) == {"fetch", "update", "gradient"}
+        assert set(line["stalls"]) == {"fetch", "update", "gradient", "activation"}
         assert set(line["bytes"]) == {"nvme_read", "nvme_written", "h2d", "d2h"}
         assert line["grad_norm_clipped"] <= min(1.0, line["grad_norm"])
         assert line["lr"] > 0

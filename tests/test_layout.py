@@ -196,25 +196,30 @@ def used_by(sizes: list[UnitSize], placement: object, drives: int, native: bool,
 flags = st.tuples(st.integers(0, 3), st.booleans(), st.booleans())
 
 
-@given(models(), flags, st.integers(0, 1 << 27))
-def test_host_budgets(sizes: list[UnitSize], kind: tuple[int, bool, bool], extra: int) -> None:
+@given(models(), flags, st.integers(0, 1 << 27), st.sampled_from([0, 4095, 4096, 10_000_000]))
+def test_host_budgets(sizes: list[UnitSize], kind: tuple[int, bool, bool], extra: int, activations: int) -> None:
     """No placement exceeds its budget; too small a one names the smallest that works, exactly (F4, F5, R4)."""
     drives, native, cuda = kind
     roomy = 1 << 60
     with pytest.raises(BudgetError) as caught:
-        placements.place(sizes, host=-1, device=roomy, drives=drives, native=native, cuda=cuda)
+        placements.place(sizes, host=-1, device=roomy, drives=drives, native=native, cuda=cuda, activations=activations)
     least = needs(caught.value)
     for host in (least, least + extra):
-        placement = placements.place(sizes, host=host, device=roomy, drives=drives, native=native, cuda=cuda)
+        placement = placements.place(
+            sizes, host=host, device=roomy, drives=drives, native=native, cuda=cuda, activations=activations
+        )
         assert placement.host_needed <= host
         assert placement.host_min == least
-        assert used_by(sizes, placement, drives, native, cuda) <= placement.host_needed
+        assert placement.activations == activations // PAGE * PAGE
+        assert used_by(sizes, placement, drives, native, cuda) + placement.activations <= placement.host_needed
         assert placement.slots >= MIN_SLOTS
         if not drives:
             assert all(placement.param_host)
             assert all(placement.state_host)
     with pytest.raises(BudgetError) as again:
-        placements.place(sizes, host=least - 1, device=roomy, drives=drives, native=native, cuda=cuda)
+        placements.place(
+            sizes, host=least - 1, device=roomy, drives=drives, native=native, cuda=cuda, activations=activations
+        )
     assert needs(again.value) == least
 
 

@@ -85,7 +85,7 @@ NO_SIZES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["host", "device", "nvme_tbw"])
+@pytest.mark.parametrize("name", ["host", "device", "nvme_tbw", "activations"])
 @pytest.mark.parametrize("value", NO_SIZES, ids=lambda value: repr(value)[:20])
 def test_what_is_no_size(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
@@ -93,7 +93,7 @@ def test_what_is_no_size(name: str, value: Any) -> None:
     assert len(str(caught.value)) < 12_000
 
 
-@pytest.mark.parametrize("name", ["host", "device"])
+@pytest.mark.parametrize("name", ["host", "device", "activations"])
 def test_no_budget_is_no_size(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         tz.Tiers(**{"compute": "cpu", name: None}).check()
@@ -103,6 +103,14 @@ def test_no_budget_is_no_size(name: str) -> None:
 def test_numbers_of_every_kind_are_sizes(value: Any) -> None:
     tiers = tz.Tiers(host=value, device=value, nvme_tbw=value, compute="cpu")
     assert (tiers.host_bytes(), tiers.device_bytes(), tiers.rated_bytes()) == (10**9,) * 3
+
+
+def test_activations_are_a_part_of_the_host_budget() -> None:
+    assert tz.Tiers(host="1GiB", activations="25%", compute="cpu").activation_bytes() == 1 << 28
+    assert tz.Tiers(host="1GiB", activations=5e6, compute="cpu").activation_bytes() == 5_000_000
+    assert tz.Tiers(host="1GiB", compute="cpu").activation_bytes() == 0
+    with pytest.raises(ConfigError, match="activations='2GiB' is more than the host budget of 1073741824 bytes"):
+        tz.Tiers(host="1GiB", activations="2GiB", compute="cpu").check()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1.0, [], b"5", None, True, -1, "many", "9" * 5000])

@@ -229,6 +229,10 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
     nvme_written_per_day: bytes per day at the rate since `offload`.
     drive_days_left: days until drives that were new then reach Tiers(nvme_tbw=...) at that rate; None without it.
+    activations_offloaded, activations_restored: bytes of activations that left the device and came back.
+    activations_written, activations_read: bytes of them on NVMe. activations_kept: bytes for which there was no room.
+    activations_host, activations_nvme (and _peak): bytes of them there now. activation_hits, activation_misses: pieces
+    that backward found in memory, or waited for.
     last_step: the last optimizer step, from the end of the one before to its own, or None: `wall_s` and the `parts_s`
     of the training thread that add up to it, `exposed_io_s` and `hidden_io_s`, bytes, busy seconds and GB/s by link,
     hit rate, the device's high-water mark. See docs/observe.md.
@@ -242,6 +246,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     touched, huge = engine.arena.pages(settled=engine.metrics.steps > 1)
     return {
         **engine.metrics.snapshot(),
+        "activations_budget": engine.placement.activations,
+        **(engine.activations.usage() if engine.activations is not None else {}),
         "host_slab_bytes": engine.arena.budget,
         "host_touched_bytes": touched,
         "host_huge_bytes": huge,

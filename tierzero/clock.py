@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
-PARTS = ("compute", "fetch", "update", "gradient", "d2h", "engine", "save")
-COMPUTE, FETCH, UPDATE, GRADIENT, D2H, ENGINE, SAVE = range(len(PARTS))
+PARTS = ("compute", "fetch", "update", "gradient", "activation", "d2h", "engine", "save")
+COMPUTE, FETCH, UPDATE, GRADIENT, ACTIVATION, D2H, ENGINE, SAVE = range(len(PARTS))
 
 
 class Clock:

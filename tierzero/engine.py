@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tierzero.activation_pool import ActivationPool
+from tierzero.activations import Activations
 from tierzero.errors import ConfigError, TierzeroError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
@@ -29,12 +31,13 @@ from tierzero.records import HostRecord
 from tierzero.refit import States
 from tierzero.room import Room
 from tierzero.schedule import Trace
+from tierzero.spill import SpillFile
 from tierzero.state_format import PLAIN, StateFormat
 from tierzero.store import Store
 from tierzero.tiers.base import open_block_file
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import HostArena
-from tierzero.transfer import make_transfer
+from tierzero.transfer import Transfer, make_transfer
 from tierzero.tuning import engine_options, measured, numa_node
 from tierzero.unit import Unit, spec_of
 from tierzero.updates import UpdateQueue
@@ -96,6 +99,7 @@ class Engine:
             drives=len(directories),
             native=NATIVE is not None,
             cuda=self.device.type == "cuda",
+            activations=tiers.activation_bytes(),
         )
         self._undo: list[Any] = []
         try:
@@ -149,6 +153,7 @@ class Engine:
             keep_freed()
         transfer = make_transfer(self.device, self.metrics, staging, self.tiers.device_limit())
         budget = self.metrics.device_budget - placement.grad_reserve
+        self.activations = self._activations(transfer)
         self.pager = Pager(self.units, self.loop, transfer, self.updates, self.metrics, budget, self.tiers.depth())
         split: list[str] = []
         if self.store is not None:
@@ -171,7 +176,17 @@ class Engine:
             raise
         if self.device.type != "cpu":
             move_buffers(model, self.device)
-        self.hooks = Hooks(model, self.units, self.pager)
+        self.hooks = Hooks(model, self.units, self.pager, self.activations)
+
+    def _activations(self, transfer: Transfer) -> Activations | None:
+        if not self.placement.activations:
+            return None
+        block = self.arena.allocate(self.placement.activations, "activations")
+        spill = SpillFile(self.store, self.io) if self.store is not None else None
+        pool = ActivationPool(block, spill, transfer, self.metrics)
+        made = Activations(pool, self.loop, transfer, self.metrics)
+        self._undo.append(made.close)
+        return made
 
     def _move(self, unit: Unit, part: Part, split: list[str]) -> None:
         """Take one unit's parameters out of the model and into the tiers; its memory is free afterwards."""
@@ -319,10 +334,13 @@ class Engine:
         if self.io is not None:
             found = self.io.counters()
             return DriveTotals(found["bytes_read"], found["bytes_written"], found["read_ns"], found["write_ns"])
-        if self.store is None:
-            return DriveTotals()
-        file = self.store.file
-        return DriveTotals(file.bytes_read, file.bytes_written, *file.busy_ns)
+        files = [self.store.file] if self.store is not None else []
+        spill = self.activations.pool.spill if self.activations is not None else None
+        files += [spill.file] if spill is not None and spill.file is not None else []
+        return DriveTotals(
+            *(sum(getattr(file, name) for file in files) for name in ("bytes_read", "bytes_written")),
+            *(sum(file.busy_ns[kind] for file in files) for kind in (0, 1)),
+        )
 
     def close(self) -> None:
         """Finish what is queued, free everything, release the store. The model's parameters stay at rest and

@@ -36,13 +36,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tierzero.activations import Activations
 from tierzero.backward import Backward, in_backward
 from tierzero.clock import COMPUTE, ENGINE
 from tierzero.errors import TierzeroError
 from tierzero.pager import Pager
 from tierzero.pins import Pin
 from tierzero.ranges import ProfilerRanges
-from tierzero.saved import Net, unit_of
+from tierzero.saved import Keep, Kept, Net, unit_of
 from tierzero.unit import Unit
 
 
@@ -63,8 +64,13 @@ class _Frame(Pin):
 class Hooks:
     """The hooks of one offloaded model."""
 
-    def __init__(self, root: nn.Module, units: list[Unit], pager: Pager) -> None:
+    def __init__(
+        self, root: nn.Module, units: list[Unit], pager: Pager, activations: Activations | None = None
+    ) -> None:
         self.pager = pager
+        self.activations = activations
+        self.keep: Keep = Kept if activations is None else activations.keep
+        self.root_nets: list[Net] = []  # of the root's forwards: what is saved between units moves too
         self.frames: list[_Frame] = []
         self.floor = 0  # frames below belong to registered methods, which clean up after themselves
         self.backward = Backward(units, pager, self._end_frames)
@@ -79,7 +85,8 @@ class Hooks:
         for unit in units:
             self._hook(unit)
         enter, leave = torch.compiler.disable(self._enter_root), torch.compiler.disable(self._leave_root)
-        self._add(root, enter, leave)
+        weak = weakref.ref(root)
+        self._add(root, lambda args, kwargs: enter(weak(), args, kwargs), leave)
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Hook `module`, but not copies of it: deepcopy takes hooks along."""
@@ -91,14 +98,16 @@ class Hooks:
             module.register_forward_hook(lambda m, _, out: after(out) if m is mine() else None, always_call=True),
         ]
 
-    def _enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter_root(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.metrics.begin_first()
         before = self.metrics.clock.enter(ENGINE)
         try:
             if not in_backward() and not self.frames:
                 before = COMPUTE  # what a signal's exception may have left
                 self._look_for_profiler()
-            return self._begin_root(args, kwargs)
+            return self._begin_root(root, args, kwargs)
         finally:
             self.metrics.clock.enter(before)
 
@@ -107,7 +116,9 @@ class Hooks:
         if torch.autograd._profiler_enabled() != (self.metrics.ranges is not None):
             self.metrics.show(ProfilerRanges() if self.metrics.ranges is None else None)
 
-    def _begin_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin_root(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not in_backward():
             if (self.frames or self.backward.unfinished or self.root_train is not None) and not _is_nested():
                 self.reset()
@@ -118,13 +129,27 @@ class Hooks:
                 self.metrics.watch.begin(self, "pass", "forward")
         if self.pager.transfer.device.type != "cpu":
             args, kwargs = tree_map(self._to_device, (args, kwargs))
+        if self.activations is not None and not in_backward():
+            self.activations.begin(root, (args, kwargs))
+            self.root_nets.append(self._net())
+            self.root_nets[-1].enter()
         return args, kwargs
 
     def _leave_root(self, output: Any) -> None:
         if not in_backward():
-            self.root_train = None
-            if self.metrics.watch is not None:
-                self.metrics.watch.end(self)
+            if self.root_nets:
+                self._leave_root_net()
+            if not self.root_nets:
+                self.root_train = None
+                if self.metrics.watch is not None:
+                    self.metrics.watch.end(self)
+
+    def _leave_root_net(self) -> None:
+        self.root_nets[-1].leave()
+        self.root_nets.pop()
+
+    def _net(self) -> Net:
+        return Net(self.by_storage, self.backward.fault, self.keep)
 
     def _hook(self, unit: Unit) -> None:
         self._add(
@@ -160,7 +185,7 @@ class Hooks:
         if torch.is_grad_enabled():
             self.backward.watch_inputs(unit, args, kwargs)
         # without gradients too: the forward may switch them on inside
-        frame.net = Net(self.by_storage, self.backward.fault)
+        frame.net = self._net()
         frame.net.enter()
         if self.metrics.watch is not None:
             self.metrics.watch.begin(frame, "recompute" if inside else "forward", unit.name)
@@ -231,7 +256,7 @@ class Hooks:
 
         @functools.wraps(method)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            floor, depth = self.floor, len(self.frames)
+            floor, depth, nets = self.floor, len(self.frames), len(self.root_nets)
             try:
                 self.pre_forward(unit, args, kwargs)
                 self.floor = len(self.frames)
@@ -240,7 +265,9 @@ class Hooks:
                 return output if changed is None else changed
             finally:
                 self.floor = floor
-                while len(self.frames) > depth:  # an exception
+                while len(self.root_nets) > nets:  # an exception
+                    self._leave_root_net()
+                while len(self.frames) > depth:
                     self._leave_last()
 
         setattr(module, name, wrapped)
@@ -255,6 +282,8 @@ class Hooks:
             self.metrics.watch.clear()
         while len(self.frames) > self.floor:
             self._leave_last()
+        while self.root_nets and not self.floor:
+            self._leave_root_net()
         self.backward.reset()
         self.pager.repin(self.frames)
 

@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from tierzero.clock import ENGINE, FETCH, GRADIENT, PARTS, UPDATE, Busy, Clock
+from tierzero.clock import ACTIVATION, ENGINE, FETCH, GRADIENT, PARTS, UPDATE, Busy, Clock
 from tierzero.step_stats import Mark, StepStats, between
 from tierzero.timeline import Recorder
 from tierzero.watch import Sink, Watch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_WAITS = {"stall_fetch_s": FETCH, "stall_update_s": UPDATE, "stall_grad_s": GRADIENT}
+_WAITS = {
+    "stall_fetch_s": FETCH,
+    "stall_update_s": UPDATE,
+    "stall_grad_s": GRADIENT,
+    "stall_activation_s": ACTIVATION,
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Metrics:
     stall_fetch_s: float = 0.0
     stall_update_s: float = 0.0
     stall_grad_s: float = 0.0
+    stall_activation_s: float = 0.0
     update_s: float = 0.0
     hits: int = 0
     misses: int = 0
@@ -53,6 +59,13 @@ class Metrics:
     prefetch_wasted: int = 0
     forced_evictions: int = 0
     faults: int = 0
+    activations_offloaded: int = 0
+    activations_restored: int = 0
+    activations_written: int = 0
+    activations_read: int = 0
+    activations_kept: int = 0
+    activation_hits: int = 0
+    activation_misses: int = 0
     steps: int = 0
     skipped_steps: int = 0
     guesses: int = 0

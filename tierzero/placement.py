@@ -5,7 +5,8 @@ Note [host budget]
 Everything the engine keeps in host memory comes out of one budget: gradients of all trainable parameters, the chunk
 buffers of the streamed step, bounce memory for I/O, staging blocks for a GPU, and records cached there. Without NVMe
 all records must fit. With it, what is left after gradients and buffers caches parameter records first (they are read
-twice a step), then state records of units whose parameters are there.
+twice a step), then state records of units whose parameters are there. What is set aside for activations comes off
+first.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Placement:
     host_min: int
     device_min: int
     grad_reserve: int
+    activations: int
 
     @property
     def update_bytes(self) -> int:
@@ -59,13 +61,17 @@ class Placement:
         return self.slots * SLOT_BYTES * self.chunk
 
 
-def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, native: bool, cuda: bool) -> Placement:
-    """Choose the placement for budgets in bytes; `drives` is the number of directories on NVMe, 0 without.
+def place(
+    units: Sequence[UnitSize], *, host: int, device: int, drives: int, native: bool, cuda: bool, activations: int = 0
+) -> Placement:
+    """Choose the placement for budgets in bytes; `drives` is the number of directories on NVMe, 0 without;
+    `activations` are bytes of the host budget.
 
     Raises BudgetError naming the smallest budget that works.
     """
     layouts = [unit.layout for unit in units]
     chunk = chunk_elements(layouts)
+    activations = activations // PAGE * PAGE
     grads = sum(round_up(layout.grad_bytes, PAGE) for layout in layouts)
     flats = [round_up(layout.flat_bytes, PAGE) for layout in layouts]
     states = [round_up(layout.state_bytes, PAGE) for layout in layouts]
@@ -82,7 +88,7 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, nat
     largest = max([*flats, *states, 1])
     options = [(slots, min(block, round_up(largest, 64 << 10))) for slots, block in BUFFERS]
     resident = 0 if nvme else sum(flats) + sum(states)
-    smallest = grads + buffers(*options[-1])[3] + resident
+    smallest = grads + buffers(*options[-1])[3] + resident + activations
     if host < smallest:
         raise BudgetError(
             f"the host budget of {format_size(host)} is too small: gradients of the trainable parameters take "
@@ -93,6 +99,7 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, nat
                 if not nvme
                 else ""
             )
+            + (f", and {format_size(activations)} are set aside for activations" if activations else "")
             + f"; the smallest host budget that works is {smallest} bytes ({format_size(smallest)})"
             + ("" if nvme else ", or give Tiers(nvme=DIRECTORY) to keep parameters and states there")
         )
@@ -107,12 +114,13 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, nat
 
     def suits(slots: int, block: int) -> bool:
         need = buffers(slots, block)[3]
-        plenty = nvme and (grads + need + sum(flats) <= host or 64 * need <= host)
-        return grads + need + resident <= host and (slots <= AMPLE or plenty)
+        room = host - activations
+        plenty = nvme and (grads + need + sum(flats) <= room or 64 * need <= room)
+        return grads + need + resident <= room and (slots <= AMPLE or plenty)
 
     slots, block = next(option for option in options if suits(*option))
     _, staging, work, overhead = buffers(slots, block)
-    left = host - grads - overhead
+    left = host - activations - grads - overhead
     param_host, state_host = [not nvme] * len(units), [not nvme] * len(units)
     if nvme:
         for index, nbytes in enumerate(flats):
@@ -137,6 +145,7 @@ def place(units: Sequence[UnitSize], *, host: int, device: int, drives: int, nat
         host_min=smallest,
         device_min=device_min,
         grad_reserve=reserve,
+        activations=activations,
     )
 
 

@@ -42,6 +42,7 @@ class Plan:
     state_host: int
     state_nvme: int
     buffer_bytes: int
+    activation_bytes: int  # of host memory; what exceeds them depends on the batch, which is not known here
     device_budget: int
     device_needed: int
     host_budget: int
@@ -73,6 +74,7 @@ class Plan:
             ("gradients", "on their way out", size(self.grad_bytes), "-"),
             ("optimizer states", "-", size(self.state_host), size(self.state_nvme)),
             ("engine buffers", "-", size(self.buffer_bytes), "-"),
+            *self.activation_row(),
             ("total", size(self.device_needed) + " needed", size(self.host_needed), size(self.nvme_bytes)),
             (
                 "budget / free",
@@ -90,6 +92,13 @@ class Plan:
         if self.steps_to_tbw is not None:
             rows.append(("steps to rating", "-", "-", f"{self.steps_to_tbw:,}"))
         return rows
+
+    def activation_row(self) -> list[tuple[str, str, str, str]]:
+        """The row of activations that are moved, where they are."""
+        if not self.activation_bytes:
+            return []
+        beyond = ("-", "what exceeds it") if self.disk_free is not None else ("what exceeds it", "-")
+        return [("activations", beyond[0], f"up to {format_size(self.activation_bytes)}", beyond[1])]
 
 
 def plan(
@@ -114,7 +123,15 @@ def plan(
     sizes = unit_sizes(model, partition(model, units), micro_batches)
     host, device, directories = tiers.host_bytes(), tiers.device_bytes(), tiers.directories()
     cuda = tiers.compute_device().type == "cuda"
-    placement = place(sizes, host=host, device=device, drives=len(directories), native=NATIVE is not None, cuda=cuda)
+    placement = place(
+        sizes,
+        host=host,
+        device=device,
+        drives=len(directories),
+        native=NATIVE is not None,
+        cuda=cuda,
+        activations=tiers.activation_bytes(),
+    )
     specs = [place.spec for unit in sizes for place in unit.layout.places]
     layouts = [unit.layout for unit in sizes]
     trainable = sum(spec.numel for spec in specs if spec.trainable)
@@ -159,7 +176,8 @@ def plan(
         param_nvme=copies + frozen,  # float32 parameters on NVMe are their masters and have no bytes of their own
         state_host=state_host,
         state_nvme=state_nvme,
-        buffer_bytes=fitted.host_needed - grads - param_host - state_host,
+        buffer_bytes=fitted.host_needed - grads - param_host - state_host - placement.activations,
+        activation_bytes=placement.activations,
         device_budget=device,
         device_needed=placement.device_min,
         host_budget=host,

@@ -30,7 +30,12 @@ NUMBERS = (
     ("drive_days_left", "drive_days_left", "Days until the drives' rating is written"),
 )
 BYTES = ("nvme_read", "nvme_written", "h2d", "d2h")
-STALLS = {"fetch": "stall_fetch_s", "update": "stall_update_s", "gradient": "stall_grad_s"}
+STALLS = {
+    "fetch": "stall_fetch_s",
+    "update": "stall_update_s",
+    "gradient": "stall_grad_s",
+    "activation": "stall_activation_s",
+}
 
 
 class Endpoint:

@@ -3,11 +3,20 @@
 Note [saved weights]
 A saved weight is kept as "this view of that unit": unpacking it makes the unit resident first, whatever was evicted
 since. Everything else goes to the hooks that were active outside (activation checkpointing's, a user's): pushing our
-own over them would switch non-reentrant checkpointing off. Tensors that nobody else packs are checked for in-place
-changes here, because autograd leaves that to whoever packs.
+own over them would switch non-reentrant checkpointing off. Tensors that nobody else packs are kept by `Kept`, or by
+what stands in for it and moves them (see activations.py), and are checked for in-place changes here, because autograd
+leaves that to whoever packs.
 
-`torch._C._autograd._{top,push,pop}_saved_tensors_default_hooks` are private: the only way to reach the hooks that were
-active outside, and to push without Python code in between.
+Note [version without bytes]
+A moved tensor must still be known to have been changed in place, and must not be kept for it. A detached tensor shares
+the version counter; given other data it keeps the counter and lets go of the bytes.
+
+Private torch names used here, and why:
+- torch._C._autograd._{top,push,pop}_saved_tensors_default_hooks: the only way to reach the hooks that were active
+outside, and to push without Python code in between.
+- Tensor._version: what autograd itself compares.
+- UntypedStorage._cdata, _new_with_weak_ptr: whether a storage is the one that was saved, and the storage again, without
+keeping it alive.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierzero.live import LiveParameter
 from tierzero.unit import Unit
@@ -42,20 +52,52 @@ class _Weight:
         self.version = unit.version
 
 
-class _Kept:
+class Kept:
     """Any other saved tensor; checks, as autograd does for tensors without hooks, that nobody changed it in place."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("shape", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()  # an output kept by its own node would keep the graph alive for ever
         self.version = tensor._version if not tensor.is_inference() else -1
+        self.shape = tensor.shape
+
+    def let_go(self) -> None:
+        """Keep the version counter alone; see Note [version without bytes]."""
+        self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+
+    def check(self) -> None:
+        """RuntimeError, as autograd's own, if the tensor was changed in place since it was saved."""
+        if self.version >= 0 and self.tensor._version != self.version:
+            what = f"[{self.tensor.type()} {list(self.shape)}]"
+            raise RuntimeError(_CHANGED.format(what=what, now=self.tensor._version, then=self.version))
 
     def unpack(self) -> torch.Tensor:
-        if self.version >= 0 and self.tensor._version != self.version:
-            what = f"[{self.tensor.type()} {list(self.tensor.shape)}]"
-            raise RuntimeError(_CHANGED.format(what=what, now=self.tensor._version, then=self.version))
+        """The tensor."""
+        self.check()
         return self.tensor
+
+
+class WeakStorage(StorageWeakRef):
+    """A storage that is not kept alive. While this lives, no other storage has its `cdata`."""
+
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage, or None if it is gone."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.cdata)
+        return found
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What `tensor`'s storage is known by as long as somebody refers to it, weakly or not."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def values_id(tensor: torch.Tensor) -> tuple[int, int]:
+    """What the values in `tensor`'s storage are known by until somebody changes them in place."""
+    return storage_id(tensor), int(tensor._version)
+
+
+Keep = Callable[[torch.Tensor], Kept]
 
 
 def unit_of(tensor: torch.Tensor, by_storage: Mapping[int, Unit]) -> Unit | None:
@@ -67,7 +109,7 @@ def unit_of(tensor: torch.Tensor, by_storage: Mapping[int, Unit]) -> Unit | None
 
 class Net:
     """Saved-tensor hooks; see Note [saved weights]. `fault(unit)` must leave the unit resident; it is called when a
-    weight is unpacked.
+    weight is unpacked. `keep(tensor)` takes a tensor that nobody else packs.
 
     Signal handlers run after a call or at the start of a function, never between an assignment and the C function that
     follows it: `_entered` tells at every moment whether a pair is on autograd's stack for this.
@@ -75,8 +117,8 @@ class Net:
 
     __slots__ = ("_entered", "_pack", "_unpack")
 
-    def __init__(self, by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> None:
-        self._pack, self._unpack = _hooks(by_storage, fault)
+    def __init__(self, by_storage: Mapping[int, Unit], fault: Callable[[Unit], None], keep: Keep = Kept) -> None:
+        self._pack, self._unpack = _hooks(by_storage, fault, keep)
         self._entered = False
 
     def enter(self) -> None:
@@ -104,14 +146,14 @@ def _top() -> tuple[Pack, Unpack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> tuple[Pack, Unpack]:
+def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None], keep: Keep) -> tuple[Pack, Unpack]:
     outer = _top()
 
     def pack(tensor: torch.Tensor) -> Any:
         unit = unit_of(tensor, by_storage)
         if unit is not None:
             return _Weight(unit, tensor)
-        return outer[0](tensor) if outer is not None else _Kept(tensor)
+        return outer[0](tensor) if outer is not None else keep(tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
         if type(packed) is _Weight:
@@ -122,7 +164,7 @@ def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None]) -> tup
                 )
             fault(unit)
             return packed.tensor
-        if type(packed) is _Kept:
+        if isinstance(packed, Kept):
             return packed.unpack()
         assert outer is not None
         return outer[1](packed)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tierzero.clock import D2H, FETCH, GRADIENT, PARTS, UPDATE
+from tierzero.clock import ACTIVATION, D2H, FETCH, GRADIENT, PARTS, UPDATE
 
 LINKS = ("nvme_read", "nvme_written", "h2d", "d2h")
-_WAITS = (FETCH, UPDATE, GRADIENT)
+_WAITS = (FETCH, UPDATE, GRADIENT, ACTIVATION)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,11 @@ copied out after an event on the compute stream, and whoever reads it on the hos
 step, and on other threads the norms and the updates that begin in backward. The thread that runs forward and backward
 waits for no stream between two units; a unit that is not there yet it waits for, until its copy is queued (from host
 memory) or done (from NVMe).
+
+Activations go out like gradients, behind the event of the compute stream at which they were saved; the device bytes are
+kept until the host has seen the copy's own event, so freeing them needs no stream. They come back into memory of the
+copy-in stream; the compute stream waits for the copy's event, and the allocator is told of its use there, so that the
+memory is not reused before that.
 """
 
 from __future__ import annotations
@@ -108,6 +113,25 @@ class Transfer:
         self.metrics.add("h2d", nbytes)
         return nbytes
 
+    def stow(self, data: torch.Tensor, host: torch.Tensor, mark: Any) -> Any:
+        """Copy uint8[n] on the device to `host`, behind what `mark` marks. None if that is done, else what `arrived`
+        takes.
+        """
+        host.copy_(data)
+        return None
+
+    def bring(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(a new uint8[n] on the device with the bytes of `host`, None or what `arrived` and `use` take)."""
+        data = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+        data.copy_(host)
+        return data, None
+
+    async def arrived(self, event: Any) -> None:
+        """Return when a copy has been made."""
+
+    def use(self, data: torch.Tensor, event: Any) -> None:
+        """Order the caller's work with `data`, which `bring` returned, behind its arrival."""
+
     def close(self) -> None:
         """Wait for copies on their way."""
 
@@ -197,6 +221,27 @@ class CudaTransfer(Transfer):
             grad.record_stream(self.d2h)
             self._copied[unit.uid] = self.d2h.record_event(torch.cuda.Event(blocking=True))
         unit.finish_grads = lambda: self.finish(unit)
+
+    def stow(self, data: torch.Tensor, host: torch.Tensor, mark: Any) -> Any:
+        self.d2h.wait_event(mark)
+        with torch.cuda.stream(self.d2h):
+            host.copy_(data, non_blocking=True)
+            return self.d2h.record_event()
+
+    def bring(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        with torch.cuda.stream(self.h2d):
+            data = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+            data.copy_(host, non_blocking=True)
+            return data, self.h2d.record_event()
+
+    async def arrived(self, event: Any) -> None:
+        if event is not None:
+            await asyncio.to_thread(event.synchronize)
+
+    def use(self, data: torch.Tensor, event: Any) -> None:
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_event(event)
+        data.record_stream(compute)
 
     def finish(self, unit: Unit) -> None:
         """Wait on the host for the gradient copies of `unit`. From any thread, as often as one likes."""

@@ -136,7 +136,8 @@ class TrainSection(Section):
 
 
 class TiersSection(Section):
-    """Byte budgets. Unset: `device` a sixth of the parameters' bytes, `host` a quarter of the optimizer states'.
+    """Byte budgets. Unset: `device` a sixth of the parameters' bytes, `host` a quarter of the optimizer states' and
+    what `activations` says.
 
     `nvme`: one directory, or a list of them, one per drive. `nvme_tbw`: bytes that all these drives together are rated
     to write. `nvme_limit`: bytes per second of each drive, `link_limit`: to the device, both at most.
@@ -150,6 +151,7 @@ class TiersSection(Section):
     nvme_block: Annotated[int | str, BeforeValidator(_block)] | None = None
     host: Annotated[int | float | str, BeforeValidator(_size)] | None = None
     device: Annotated[int | float | str, BeforeValidator(_size_or_auto)] | None = None
+    activations: Annotated[int | float | str, BeforeValidator(_size)] = 0
     prefetch: Annotated[int | str, BeforeValidator(_depth)] = "auto"
     gds: Literal["auto", "on", "off"] = "auto"
 

@@ -95,8 +95,9 @@ def train(
     Keys: `model.{preset,path,layers,hidden,heads,vocab}`, `data.{path,sequence,batch}`,
     `train.{steps,lr,warmup,weight_decay,clip,overlap,state_dtype,master,accumulate,seed,save_every,out,dtype}`,
     `train.{micro_batches,recompute,sample,log_every}`,
-    `tiers.{nvme,nvme_tbw,nvme_limit,nvme_block,link_limit,host,device,prefetch,gds}`. Sizes are bytes, "64MiB",
-    "1.5GB", or a share of memory, "60%"; limits are bytes per second, "1GB/s".
+    `tiers.{nvme,nvme_tbw,nvme_limit,nvme_block,link_limit,host,device,activations,prefetch,gds}`. Sizes are bytes,
+    "64MiB", "1.5GB", or a share of memory (of the host budget for activations), "60%"; limits are bytes per second,
+    "1GB/s".
 
     Ctrl-C finishes the step, saves and exits; `--resume` goes on with the same losses, bit for bit.
     """

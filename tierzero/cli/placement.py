@@ -15,11 +15,12 @@ import tierzero as tz
 from tierzero.cli.config import Config
 from tierzero.cli.task import Task
 from tierzero.engine import unit_sizes
+from tierzero.errors import ConfigError
 from tierzero.native import NATIVE
 from tierzero.partition import partition
 from tierzero.placement import place
 from tierzero.planner import Plan
-from tierzero.sizes import format_size
+from tierzero.sizes import format_size, parse_size
 
 DEVICE_SHARE = 6  # the device holds a sixth of the parameters
 HOST_SHARE = 4  # host memory a quarter of the optimizer states' bytes
@@ -40,11 +41,13 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
         param_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         state_bytes = 12 * sum(parameter.numel() for parameter in trained)
         device = max(_share(param_bytes, DEVICE_SHARE), least.device_min) if device is None else device
-        host = max(_share(state_bytes, HOST_SHARE), least.host_min) if host is None else host
+        if host is None:
+            host = _with_activations(max(_share(state_bytes, HOST_SHARE), least.host_min), tiers.activations)
     return tz.Tiers(
         nvme=config.stores,
         host=host,
         device=device,
+        activations=tiers.activations,
         prefetch=tiers.prefetch,
         gds=tiers.gds,
         nvme_tbw=tiers.nvme_tbw,
@@ -57,6 +60,18 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
 def _share(nbytes: int, parts: int) -> int:
     """A part of `nbytes`, in whole MiB where that is at least one."""
     return nbytes // parts // _WHOLE * _WHOLE or nbytes // parts
+
+
+def _with_activations(host: int, activations: int | float | str) -> int:
+    """A host budget with `activations` on top of `host` bytes. ConfigError if they are to be all of it."""
+    if not (isinstance(activations, str) and activations.endswith("%")):
+        return host + parse_size(activations)
+    rest = _WHOLE - parse_size(activations, of=_WHOLE)
+    if not rest:
+        raise ConfigError(
+            f"tiers.activations = {activations!r} leaves nothing of the host budget: give less, or tiers.host"
+        )
+    return host * _WHOLE // rest + 1
 
 
 def check_disk(config: Config, plan: Plan) -> None:
@@ -108,6 +123,7 @@ def rows(config: Config, plan: Plan) -> list[tuple[str, str, str, str]]:
         ("gradients", "passing", size(plan.grad_bytes), "-"),
         ("optimizer states", "-", size(plan.state_host), size(plan.state_nvme)),
         ("engine buffers", "-", size(plan.buffer_bytes), "-"),
+        *plan.activation_row(),
         ("needed", size(plan.device_needed), size(plan.host_needed), size(plan.nvme_bytes)),
         ("budget", size(plan.device_budget), size(plan.host_budget), f"{places}{free}"),
         ("in per step", size(micro * plan.step_h2d), "-", f"{size(read)} read"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LINKS = ("nvme_read", "nvme_written", "h2d", "d2h")
-STALLS = ("fetch", "update", "gradient")
+STALLS = ("fetch", "update", "gradient", "activation")
 IO = ("exposed_io_s", "hidden_io_s", "hit_rate", "prefetched", "prefetch_wasted", "device_peak")
 
 
@@ -55,7 +55,8 @@ class Meter:
     def __call__(self, stats: dict[str, Any]) -> tuple[dict[str, float], dict[str, int]]:
         """(seconds waited by cause, bytes by link) since the last call."""
         before, self._before = self._before, dict(stats)
-        keys = {"fetch": "stall_fetch_s", "update": "stall_update_s", "gradient": "stall_grad_s"}
+        keys = {"fetch": "stall_fetch_s", "update": "stall_update_s"}
+        keys |= {"gradient": "stall_grad_s", "activation": "stall_activation_s"}
         stalls = {name: float(stats[keys[name]] - before[keys[name]]) for name in STALLS}
         moved = {link: int(stats[link] - before[link]) for link in LINKS}
         return stalls, moved

@@ -206,6 +206,7 @@ class Session:
                 "fetch": stats["stall_fetch_s"],
                 "update": stats["stall_update_s"],
                 "gradient": stats["stall_grad_s"],
+                "activation": stats["stall_activation_s"],
             },
             "hits": stats["hits"],
             "misses": stats["misses"],

@@ -22,6 +22,7 @@ CAUSES = {
     "fetch": "it waits for parameters: more host memory keeps them there, a larger device budget fetches them sooner",
     "update": "it waits for the optimizer's traffic: more tokens a step hide it",
     "gradient": "it waits for gradients that an update still uses",
+    "activation": "it waits for activations that come back",
 }
 PARTS = {"compute": "compute", "drive": "the drive", "link": "the link to the device"}
 

@@ -32,6 +32,9 @@ class Tiers:
     memory there is).
     device: bytes for resident parameters and gradients on their way out on the compute device; "auto" takes half of
     what is free there.
+    activations: bytes of the host budget set aside for tensors that forward saves for backward ("8GiB", or "25%" of the
+    host budget): they leave the device, and what exceeds these bytes goes on to NVMe, or stays on the device where
+    there is none. 0: all stay on the device.
     prefetch: how many units to fetch ahead, or "auto": as far as the device budget reaches.
     gds: GPUDirect Storage, "auto" or "off".
     compute: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1"...
@@ -52,6 +55,7 @@ class Tiers:
     nvme_limit: int | float | str | None = None
     link_limit: int | float | str | None = None
     nvme_block: int | str | None = None
+    activations: int | float | str = 0
 
     def directories(self) -> list[Path]:
         """The store's directories, one per drive; none without NVMe.
@@ -121,6 +125,17 @@ class Tiers:
         """The host budget in bytes; percentages are of the memory this process may use."""
         return _size(self.host, memory_limit(), "host")
 
+    def activation_bytes(self) -> int:
+        """What of the host budget is for activations, in bytes. ConfigError if that is more than all of it."""
+        host = self.host_bytes()
+        nbytes = _size(self.activations, host, "activations")
+        if nbytes > host:
+            raise ConfigError(
+                f"activations={self.activations!r} is more than the host budget of {host} bytes that it is a part of: "
+                "give a larger host= or less for activations"
+            )
+        return nbytes
+
     def device_bytes(self) -> int:
         """The device budget in bytes."""
         device = self.compute_device()
@@ -152,7 +167,7 @@ class Tiers:
         self.directories()
         self.rated_bytes()
         self.compute_device()
-        self.host_bytes()
+        self.activation_bytes()
         self.device_bytes()
         self.depth()
         self.drive_limit()

@@ -100,7 +100,8 @@ def _colour(event: dict[str, Any]) -> str | None:
     """None for what only holds others."""
     kind, name = str(event.get("cat")), str(event.get("name"))
     if kind == "wait":
-        return next((part for part in ("fetch", "update") if name.startswith(f"wait for {part}")), "gradient")
+        waits = ("fetch", "update", "activation")
+        return next((part for part in waits if name.startswith(f"wait for {part}")), "gradient")
     return _KINDS.get(kind)
 
 
