@@ -56,7 +56,7 @@ ROWS = [
     },
     {"paged", "grads", "records", "generic", "share", "live", "pins", "states", "replaced"},
     {"unit", "partition", "placement", "rows"},
-    {"fit"},
+    {"fit", "unit_sizes"},
     {"updates", "transfer", "homes", "state_homes", "model", "room", "spill"},
     {"residency", "pager", "saved", "ranges", "mixing", "activation_slots", "activation_room", "activation_pool"},
     {

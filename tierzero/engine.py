@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,10 +14,10 @@ from torch import nn
 
 from tierzero.activation_pool import ActivationPool
 from tierzero.activations import Activations
-from tierzero.errors import ConfigError, TierzeroError
+from tierzero.errors import ConfigError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
-from tierzero.layout import VERSION, unit_layout
+from tierzero.layout import VERSION
 from tierzero.loop import LoopThread
 from tierzero.malloc import keep_freed
 from tierzero.metrics import DriveTotals, Metrics
@@ -25,8 +25,8 @@ from tierzero.microbatch import MicroBatches, check_count
 from tierzero.model import check_model, check_same_model, give_back, move_buffers
 from tierzero.native import NATIVE
 from tierzero.pager import Pager
-from tierzero.partition import Part, Units, enclosing, partition, repeated
-from tierzero.placement import Placement, UnitSize, place
+from tierzero.partition import Part, Units, partition
+from tierzero.placement import Placement, place
 from tierzero.records import HostRecord
 from tierzero.refit import States
 from tierzero.room import Room
@@ -39,23 +39,12 @@ from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import HostArena
 from tierzero.transfer import Transfer, make_transfer
 from tierzero.tuning import engine_options, measured, numa_node
-from tierzero.unit import Unit, spec_of
+from tierzero.unit import Unit
+from tierzero.unit_sizes import unit_sizes, units_in_pieces
 from tierzero.updates import UpdateQueue
 
 T = TypeVar("T")
 REGIONS = ("param", "frozen", "fp32")
-
-
-def unit_sizes(model: nn.Module, parts: Sequence[Part], micro_batches: int = 1) -> list[UnitSize]:
-    """What placement needs to know of `parts`, the units of `model`."""
-    sizes = []
-    enclosed, cut = enclosing([part.module for part in parts]), repeated(model, parts)
-    for part, around, pieces in zip(parts, enclosed, cut, strict=True):
-        layout = unit_layout([spec_of(name, param) for name, param in zip(part.names, part.params, strict=True)])
-        inside = part.module.parameters() if pieces and micro_batches > 1 else ()
-        gathers = sum(param.numel() * param.element_size() for param in inside if param.requires_grad)
-        sizes.append(UnitSize(part.name, layout, tuple(sorted(around)), gathers))
-    return sizes
 
 
 class Engine:
@@ -84,12 +73,7 @@ class Engine:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.more_backwards = False  # no_sync: the backward that goes on is not the step's last one
         sizes = unit_sizes(model, parts, micro_batches)
-        cut = [index for index, yes in enumerate(repeated(model, parts)) if yes] if micro_batches > 1 else []
-        if micro_batches > 1 and not cut:
-            raise TierzeroError(
-                f"micro_batches={micro_batches} has no unit to cut the batch in: {type(model).__name__} has no element "
-                "of a ModuleList or Sequential among its units; leave micro_batches at 1"
-            )
+        cut = units_in_pieces(model, parts, micro_batches)
         directories = tiers.directories()
         self.metrics.host_budget, self.metrics.device_budget = tiers.host_bytes(), tiers.device_bytes()
         self.placement: Placement = place(
@@ -112,8 +96,7 @@ class Engine:
         ENGINES.add(self)
         self._finalizer = weakref.finalize(self, _take_apart, self._undo, self._pid)
 
-    # -- building
-    # --------------------------------------------------------------------------------------------------------
+    # -- building ------------------------------------------------------------------------------------------------------
 
     def _build(
         self, model: nn.Module, parts: list[Part], directories: list[Path], resume: str | bool, overwrite: bool
@@ -238,8 +221,7 @@ class Engine:
             for region, (offset, nbytes) in layout.regions.items():
                 unit.records[region] = HostRecord(unit.host_flat.tensor[offset : offset + nbytes])
 
-    # -- optimizer state
-    # -------------------------------------------------------------------------------------------------
+    # -- optimizer state -----------------------------------------------------------------------------------------------
 
     def ensure_state(self, format: StateFormat = PLAIN) -> None:
         """Create the state records that do not exist yet: master from the parameters, zero moments. TierzeroError if
@@ -265,8 +247,7 @@ class Engine:
             self.pager.at_rest(cached[-1], self.homes.move_out(cached.pop()))
         share.set_aside(nbytes, what)
 
-    # -- steps that begin in backward
-    # ----------------------------------------------------------------------------------
+    # -- steps that begin in backward ----------------------------------------------------------------------------------
 
     def gradients_final(self, unit: Unit) -> None:
         """No more gradients come to `unit` in this backward, as far as its inputs tell."""
@@ -299,8 +280,7 @@ class Engine:
             and sum(unit in optimizer.members for optimizer in self.optimizers) == 1
         )
 
-    # -- snapshots
-    # -------------------------------------------------------------------------------------------------------
+    # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """What a snapshot must agree with to be opened under this model."""
@@ -316,8 +296,7 @@ class Engine:
             ],
         }
 
-    # -- the rest
-    # ---------------------------------------------------------------------------------------------------------
+    # -- the rest ------------------------------------------------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop."""

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tierzero.endurance import steps_left
-from tierzero.engine import unit_sizes
 from tierzero.fit import fit
 from tierzero.layout import CHUNK_MAX, UnitLayout
 from tierzero.microbatch import check_count
@@ -23,6 +22,7 @@ from tierzero.space import room_for
 from tierzero.state_format import StateFormat, choose_format
 from tierzero.tiers.config import Tiers
 from tierzero.tuning import measured, weights_of
+from tierzero.unit_sizes import unit_sizes
 
 
 @dataclass(frozen=True)

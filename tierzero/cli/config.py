@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from tierzero.cli import values
 from tierzero.cli.spelling import did_you_mean
 from tierzero.errors import ConfigError
-from tierzero.sizes import parse_rate, parse_size
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"layers": 8, "hidden": 64, "heads": 4},
@@ -26,65 +26,7 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 
-def _path(value: Any) -> Any:
-    if not isinstance(value, str | Path):
-        raise ValueError(f"must be a path, got {value!r}")
-    if not str(value).strip():
-        raise ValueError("must not be empty")
-    if "\0" in str(value):
-        raise ValueError(f"must be a path, and none has a NUL in it, got {value!r}")
-    try:
-        return Path(value).expanduser()
-    except RuntimeError:
-        raise ValueError(f"{str(value)!r} starts at a home directory that cannot be told: write it out") from None
-
-
-def _size(value: Any) -> Any:
-    text = value.strip() if isinstance(value, str) else value
-    parse_size(text, of=1 << 40)  # only the form is checked here: what a share is of comes later
-    return text
-
-
-def _size_or_auto(value: Any) -> Any:
-    return "auto" if value == "auto" else _size(value)
-
-
-def _depth(value: Any) -> Any:
-    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f'must be "auto" or a whole number >= 0, got {value!r}')
-    return value
-
-
-def _paths(value: Any) -> Any:
-    if not isinstance(value, list):
-        return [_path(value)]
-    if not value:
-        raise ValueError("must name at least one directory, got []")
-    return [_path(one) for one in value]
-
-
-def _rating(value: Any) -> Any:
-    text = value.strip() if isinstance(value, str) else value
-    if not parse_size(text):
-        raise ValueError(f"must be more than zero bytes, got {value!r}")
-    return text
-
-
-def _limit(value: Any) -> Any:
-    text = value.strip() if isinstance(value, str) else value
-    parse_rate(text)
-    return text
-
-
-def _block(value: Any) -> Any:
-    text = value.strip() if isinstance(value, str) else value
-    nbytes = parse_size(text)
-    if not 0 < nbytes <= 1 << 30 or nbytes % 4096:
-        raise ValueError(f"must be a multiple of 4096 bytes up to 1 GiB, got {value!r}")
-    return text
-
-
-PathValue = Annotated[Path, BeforeValidator(_path)]
+PathValue = Annotated[Path, BeforeValidator(values.path)]
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -144,15 +86,15 @@ class TiersSection(Section):
     `nvme_block`: bytes of one piece of I/O; unset: the drive's best.
     """
 
-    nvme: Annotated[list[Path], BeforeValidator(_paths)] | None = None
-    nvme_tbw: Annotated[int | float | str, BeforeValidator(_rating)] | None = None
-    nvme_limit: Annotated[int | float | str, BeforeValidator(_limit)] | None = None
-    link_limit: Annotated[int | float | str, BeforeValidator(_limit)] | None = None
-    nvme_block: Annotated[int | str, BeforeValidator(_block)] | None = None
-    host: Annotated[int | float | str, BeforeValidator(_size)] | None = None
-    device: Annotated[int | float | str, BeforeValidator(_size_or_auto)] | None = None
-    activations: Annotated[int | float | str, BeforeValidator(_size)] = 0
-    prefetch: Annotated[int | str, BeforeValidator(_depth)] = "auto"
+    nvme: Annotated[list[Path], BeforeValidator(values.paths)] | None = None
+    nvme_tbw: Annotated[int | float | str, BeforeValidator(values.rating)] | None = None
+    nvme_limit: Annotated[int | float | str, BeforeValidator(values.limit)] | None = None
+    link_limit: Annotated[int | float | str, BeforeValidator(values.limit)] | None = None
+    nvme_block: Annotated[int | str, BeforeValidator(values.block)] | None = None
+    host: Annotated[int | float | str, BeforeValidator(values.size)] | None = None
+    device: Annotated[int | float | str, BeforeValidator(values.size_or_auto)] | None = None
+    activations: Annotated[int | float | str, BeforeValidator(values.size)] = 0
+    prefetch: Annotated[int | str, BeforeValidator(values.depth)] = "auto"
     gds: Literal["auto", "on", "off"] = "auto"
 
 

@@ -14,13 +14,13 @@ from torch import nn
 import tierzero as tz
 from tierzero.cli.config import Config
 from tierzero.cli.task import Task
-from tierzero.engine import unit_sizes
 from tierzero.errors import ConfigError
 from tierzero.native import NATIVE
 from tierzero.partition import partition
 from tierzero.placement import place
 from tierzero.planner import Plan
 from tierzero.sizes import format_size, parse_size
+from tierzero.unit_sizes import unit_sizes
 
 DEVICE_SHARE = 6  # the device holds a sixth of the parameters
 HOST_SHARE = 4  # host memory a quarter of the optimizer states' bytes
