@@ -232,7 +232,6 @@ class Engine:
             if unit.state is None and unit.layout.elements:
                 self.pager.settle(unit)  # another optimizer may be changing its masters
                 self.loop.run(self.homes.create_state(unit))
-
         self.make_room(0, "optimizer states")
 
     def make_room(self, nbytes: int, what: str) -> None:
@@ -316,10 +315,8 @@ class Engine:
         files = [self.store.file] if self.store is not None else []
         spill = self.activations.pool.spill if self.activations is not None else None
         files += [spill.file] if spill is not None and spill.file is not None else []
-        return DriveTotals(
-            *(sum(getattr(file, name) for file in files) for name in ("bytes_read", "bytes_written")),
-            *(sum(file.busy_ns[kind] for file in files) for kind in (0, 1)),
-        )
+        moved = (sum(getattr(file, name) for file in files) for name in ("bytes_read", "bytes_written"))
+        return DriveTotals(*moved, *(sum(file.busy_ns[kind] for file in files) for kind in (0, 1)))
 
     def close(self) -> None:
         """Finish what is queued, free everything, release the store. The model's parameters stay at rest and
