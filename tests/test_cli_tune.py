@@ -86,7 +86,7 @@ def test_json_and_plots_without_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert data["above_bound"] == pytest.approx(max(0.0, data["step_s"] / data["bound_s"] - 1))
     for row in data["depths"]:
         assert row["step_s"] > 0
-        assert set(row["stalls"]) == {"fetch", "update", "gradient"}
+        assert set(row["stalls"]) == {"fetch", "update", "activation", "gradient"}
     assert "<svg" in (tmp_path / "depth.svg").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["depth.svg"]
 

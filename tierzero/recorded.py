@@ -79,7 +79,7 @@ class Follower:
             self.position = position + 1
             return True
         if 0 <= self.other < len(uses) and uses[self.other] == uid:
-            self.position, self.other, self.due = self.other + 1, -1, {}
+            self._go(self.other + 1, -1)
             return False
         if self.exact and self._switch():
             return False
@@ -88,8 +88,12 @@ class Follower:
         if found < 0 and self.other >= 0:
             found, position = self.step.ahead(uid, self.other), self.other
         if found >= 0:
-            self.position, self.other, self.due = found + 1, position, {}
+            self._go(found + 1, position)
         return False
+
+    def _go(self, position: int, other: int) -> None:
+        self.changes += position < self.position
+        self.position, self.other, self.due = position, other, {}
 
     def _switch(self) -> bool:
         """Change to a remembered step that begins exactly as this one did."""

@@ -113,7 +113,9 @@ class Trace:
 
     @property
     def era(self) -> int:
-        """A number that changes whenever all places may: as a step begins, or between training and evaluation."""
+        """A number that changes whenever places may come nearer: as a step begins, between training and evaluation, and as
+        a departure goes back. Within one they only move on, but for units that no trace knows.
+        """
         return self._switches + self._train.changes + self._eval.changes
 
     def at(self, place: int) -> Unit | None:

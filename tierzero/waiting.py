@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-from tierzero.schedule import Trace, Unit
+from tierzero.schedule import FAR, Trace, Unit
 
 J = TypeVar("J")
+UNKNOWN = FAR // 2  # the place of all units that no trace knows
 
 
 class Waiting(Generic[J]):
     """A set of jobs whose first one is found without looking at all of them. `unit_of` tells a job's unit.
 
-    As in lookahead.py, an entry of the heap may name a place that is too near, which shows when it is taken out. Places
-    come nearer in a new era, or where a departure goes back in the trace: then the heap is built anew.
+    An entry of the heap may name a place that is too near, which shows when it comes to the front. Places come nearer in
+    a new era only: then the heap is built anew. Units that no trace knows come last, in the order of their jobs.
     """
 
     def __init__(self, trace: Trace, unit_of: Callable[[J], Unit]) -> None:
@@ -26,7 +27,6 @@ class Waiting(Generic[J]):
         self._heap: list[tuple[int, int, J]] = []  # (place, number, job)
         self._count = 0
         self._era = -1
-        self._position = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -59,19 +59,20 @@ class Waiting(Generic[J]):
         """(the job whose turn it is, whether it is urgent); there is one."""
         if self._urgent:
             return next(iter(self._urgent)), True
-        era, position = self.trace.era, self.trace.position
-        if era != self._era or position < self._position:
+        era = self.trace.era
+        if era != self._era:
             self._heap = [self._entry(job) for job in self._jobs]
             heapify(self._heap)
-        self._era, self._position = era, position
+        self._era = era
         while True:
             entry = self._heap[0]
-            if self._jobs.get(entry[2]) == entry[1]:
-                right = self._entry(entry[2])
-                if right == entry:
-                    return entry[2], False
-                heappush(self._heap, right)
-            heappop(self._heap)
+            if self._jobs.get(entry[2]) != entry[1]:
+                heappop(self._heap)
+                continue
+            right = self._entry(entry[2])
+            if right == entry:
+                return entry[2], False
+            heapreplace(self._heap, right)
 
     def _entry(self, job: J) -> tuple[int, int, J]:
-        return self.trace.place(self.unit_of(job)), self._jobs[job], job
+        return min(self.trace.place(self.unit_of(job)), UNKNOWN), self._jobs[job], job
