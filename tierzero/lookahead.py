@@ -4,10 +4,10 @@ again, in time that does not grow with the number of units.
 Note [places]
 The place of a unit's next use (`Trace.place`) stays what it is until the unit is used, so an order by places needs no
 work from use to use. `_heap` has the resident units, the furthest place first. An entry may name a place that is too
-far (that of a unit no trace knows, used again), which shows when it is taken out, and it is put back with the right one; it
-must never name one that is too near, so whatever position has passed since the last decision is entered again. A new
-era begins a new heap, once it is needed. `_cursor` is the first place whose unit may not be resident: what lies before
-it, from the present position on, is.
+far (that of a unit no trace knows, used again), which shows when it is taken out, and it is put back with the right
+one; it must never name one that is too near, so whatever position has passed since the last decision is entered again.
+A new era begins a new heap, once it is needed. `_cursor` is the first place whose unit may not be resident: what lies
+before it, from the present position on, is.
 """
 
 from __future__ import annotations

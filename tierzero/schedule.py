@@ -113,8 +113,8 @@ class Trace:
 
     @property
     def era(self) -> int:
-        """A number that changes whenever places may come nearer: as a step begins, between training and evaluation, and as
-        a departure goes back. Within one they only move on, but for units that no trace knows.
+        """A number that changes whenever places may come nearer: as a step begins, between training and evaluation, and
+        as a departure goes back. Within one they only move on, but for units that no trace knows.
         """
         return self._switches + self._train.changes + self._eval.changes
 

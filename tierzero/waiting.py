@@ -15,8 +15,8 @@ UNKNOWN = FAR // 2  # the place of all units that no trace knows
 class Waiting(Generic[J]):
     """A set of jobs whose first one is found without looking at all of them. `unit_of` tells a job's unit.
 
-    An entry of the heap may name a place that is too near, which shows when it comes to the front. Places come nearer in
-    a new era only: then the heap is built anew. Units that no trace knows come last, in the order of their jobs.
+    An entry of the heap may name a place that is too near, which shows when it comes to the front. Places come nearer
+    in a new era only: then the heap is built anew. Units that no trace knows come last, in the order of their jobs.
     """
 
     def __init__(self, trace: Trace, unit_of: Callable[[J], Unit]) -> None:
