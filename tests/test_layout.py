@@ -212,7 +212,8 @@ def test_host_budgets(sizes: list[UnitSize], kind: tuple[int, bool, bool], extra
         assert placement.host_min == least
         assert placement.activations == activations // PAGE * PAGE
         assert used_by(sizes, placement, drives, native, cuda) + placement.activations <= placement.host_needed
-        assert placement.slots >= (MIN_SLOTS if any(unit.layout.elements for unit in sizes) else 0)
+        steps = native and any(unit.layout.elements for unit in sizes)
+        assert placement.slots >= MIN_SLOTS if steps else placement.slots == 0
         if not drives:
             assert all(placement.param_host)
             assert all(placement.state_host)
