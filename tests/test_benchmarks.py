@@ -17,6 +17,7 @@ SMALL = {
     "step": ["--records", "2", "--elements", "300000", "--rounds", "1"],
     "overlap waiting": ["--kind", "waiting", "--blocks", "2", "--rounds", "1", "--steps", "1"],
     "overlap real": ["--kind", "real", "--layers", "1", "--rounds", "1", "--steps", "1"],
+    "plan": ["--small", "--rounds", "1", "--steps", "1", "--seconds", "2"],
     "overhead": ["--units", "50", "--rounds", "2"],
     "prefetch": ["--blocks", "3", "--steps", "3"],
     "tune waiting": ["--kind", "waiting", "--blocks", "4", "--rounds", "1", "--fetch", "1.5"],

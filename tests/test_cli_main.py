@@ -24,7 +24,9 @@ def test_version_and_help_import_no_torch() -> None:
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from tierzero.cli.main import app\n"
-        "for arguments in (['--version'], ['--help'], ['train', '--help'], ['train', '--set', 'train.lr=-1']):\n"
+        "names = ('train', 'report', 'tune', 'plan', 'bench nvme', 'doctor', '')\n"
+        "helps = [[*name.split(), '--help'] for name in names]\n"
+        "for arguments in (['--version'], *helps, ['train', '--set', 'train.lr=-1']):\n"
         "    CliRunner().invoke(app, arguments)\n"
         "print(sorted({'torch', 'numpy', 'psutil'} & set(sys.modules)))\n"
     )

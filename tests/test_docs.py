@@ -120,3 +120,13 @@ def test_the_optimizers_page(tmp_path: Path) -> None:
     names["opt"] = names["optimizers"][0]
     exec(scaled, names)
     tz.close(model)
+
+
+def test_the_planning_page() -> None:
+    import tierzero as tz
+
+    (source,) = code_blocks(ROOT / "docs" / "plan.md")
+    names: dict[str, Any] = {"tierzero": tz, "model": build(), "tiers": tz.Tiers(host="64MiB", compute="cpu")}
+    exec(source, names)
+    assert names["plan"].fits
+    assert names["plan"].forecast.seconds > 0

@@ -10,6 +10,7 @@ from tierzero.schedule import FAR, Trace, Unit
 
 J = TypeVar("J")
 UNKNOWN = FAR // 2  # the place of all units that no trace knows
+WIDTH = 3  # updates on their way at once, so that the drive never waits for the next one
 
 
 class Waiting(Generic[J]):

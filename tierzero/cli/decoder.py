@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -207,6 +208,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 
 
+class BlankWeights(TorchFunctionMode):
+    """Inside, torch.nn.init leaves tensors as they are: on the meta device it takes a second and changes nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def build_decoder(
     config: DecoderConfig,
     device: torch.device | str = "meta",
@@ -214,7 +226,7 @@ def build_decoder(
     recompute: bool = True,
 ) -> Decoder:
     """A decoder on `device` in `dtype`, not yet initialised: follow with `init_decoder`, or `tierzero.initialize`."""
-    with torch.device("meta"):
+    with torch.device("meta"), BlankWeights():
         model = Decoder(config)
     model.model.recompute = recompute
     return model.to(dtype) if torch.device(device).type == "meta" else model.to(dtype).to_empty(device=device)

@@ -18,7 +18,7 @@ from tierzero.errors import ConfigError
 from tierzero.native import NATIVE
 from tierzero.partition import partition
 from tierzero.placement import place
-from tierzero.planner import Plan
+from tierzero.planned import Plan
 from tierzero.sizes import format_size, parse_size
 from tierzero.unit_sizes import unit_sizes
 

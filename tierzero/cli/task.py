@@ -111,12 +111,21 @@ class DecoderTask:
 
 
 def activation_estimate(config: Config, layers: int, hidden: int, ffn: int, vocab: int) -> int:
-    """Bytes of activations of a batch: what layers keep, a piece of a layer's inside with its gradients, the logits."""
-    tokens = config.data.batch * config.data.sequence
-    width = DTYPES[config.train.dtype].itemsize
+    """Bytes of activations of a batch of the configuration."""
+    data, train = config.data, config.train
+    piece = -(-data.batch // train.micro_batches) * data.sequence
+    width = DTYPES[train.dtype].itemsize
+    return activation_bytes(data.batch * data.sequence, width, train.recompute, layers, hidden, ffn, vocab, piece=piece)
+
+
+def activation_bytes(
+    tokens: int, width: int, recompute: bool, layers: int, hidden: int, ffn: int, vocab: int, *, piece: int
+) -> int:
+    """What layers keep, a piece of a layer's inside with its gradients, and the logits. `width`: bytes of an element.
+    `piece`: tokens of the largest piece in which layers run their batch, all of them without micro-batches.
+    """
     inside = tokens * width * (20 * hidden + 4 * ffn)
-    kept = layers * (tokens * width * hidden if config.train.recompute else inside)
-    piece = -(-config.data.batch // config.train.micro_batches) * config.data.sequence
+    kept = layers * (tokens * width * hidden if recompute else inside)
     return kept + 2 * inside * piece // tokens + 3 * 4 * tokens * vocab
 
 

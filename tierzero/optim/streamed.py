@@ -26,6 +26,7 @@ from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.store import Store
 from tierzero.tiers.host import Block
 from tierzero.unit import Unit
+from tierzero.waiting import WIDTH
 
 MODEL_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -64,7 +65,6 @@ class Hyper:
         )
 
 
-WIDTH = 3  # updates on their way at once, so that the drive never waits for the next one
 IDLE = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)  # scalars of a parameter without a gradient: not used
 
 

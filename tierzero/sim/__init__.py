@@ -1,0 +1,1 @@
+"""A discrete-event simulation of training steps: pure, without torch. See simulate.py."""
