@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from tierzero.cli.files import write_atomically
 
+_STEPS = 1 << 53  # more than any run has
+
 
 class Events(Protocol):
     """The part of a TensorBoard writer that is used."""
@@ -58,9 +60,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError:
-                continue  # cut off by a crash
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            except (ValueError, RecursionError):
+                continue  # cut off by a crash, or not ours
+            if isinstance(line, dict) and type(step := line.get("step")) is int and 0 <= step < _STEPS:
                 lines.append(line)
     return lines
 
