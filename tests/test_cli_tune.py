@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,33 @@ def test_it_measures_what_would_be_trained(tmp_path: Path) -> None:
             engine = engine_of(trial.model)
             assert engine.placement.activations == 1 << 20
             assert engine.micro_batches.pieces == pieces
+
+
+@pytest.mark.parametrize("when", ["a library that catches everything", "a finalizer"])
+def test_a_signal_that_something_swallows_still_stops(
+    when: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, own = config.read_bytes(), tierzero.cli.tune.Stages.begin
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def begin(stages: Any) -> None:
+        if when == "a finalizer":
+            monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+            Finalized()
+        else:
+            with suppress(BaseException):
+                signal.raise_signal(signal.SIGTERM)
+        own(stages)
+
+    monkeypatch.setattr("tierzero.cli.tune.Stages.begin", begin)
+    done = tune(config)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "the configuration is as it was" in done.stderr
+    assert config.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_help() -> None:

@@ -1,10 +1,11 @@
-"""`tierzero report` of files that hold any JSON at all, and of places where no page can be written."""
+"""`tierzero report` of files that hold any JSON at all, places where no page can be written, ports that are taken."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_names_that_are_no_text_or_html(run: Path, tmp_path: Path) -> None:
         page_of(run, {"metrics.jsonl": '{"step": 1, "loss": 2.0}\n'}, folder)
 
 
+def test_a_port_in_use_makes_and_removes_nothing(run: Path, tmp_path: Path) -> None:
+    """Neither a run that was not there nor, with --overwrite, one that was."""
+    before = sorted(path.name for path in run.rglob("*"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for out, more in ((tmp_path / "new", ()), (run, ("--overwrite",))):
+            done = train(out, "train.steps=1", "train.sample=0", flags=("--prometheus", port, *more))
+            assert done.returncode == 1
+            assert f"cannot serve metrics at 127.0.0.1:{port}" in done.stderr
+    assert sorted(path.name for path in run.rglob("*")) == before
+    assert not (tmp_path / "new").exists()
+
+
 def test_where_no_page_can_be(run: Path, tmp_path: Path) -> None:
     """What is no file is not replaced, a link stays one, and a write that fails leaves nothing."""
     os.mkfifo(tmp_path / "pipe")
@@ -96,3 +110,22 @@ def test_where_no_page_can_be(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "link.html").is_symlink()
     assert (tmp_path / "page.html").is_file()
     assert sorted(os.listdir(tmp_path)) == ["dir", "link.html", "page.html", "pipe"]
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_of_a_page(run: Path, tmp_path: Path) -> None:
+    (tmp_path / ".page.html.new").symlink_to("/dev/full")
+    done = tierzero_here("report", str(run), "--out", str(tmp_path / "page.html"))
+    assert done.returncode == 1
+    assert f"{tmp_path / 'page.html'}: No space left on device" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_goes_on_without_its_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk for the trace is a warning, and nothing of it stays."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "trace.json.part").symlink_to("/dev/full")
+    done = train(out, "train.steps=3", "train.sample=0", flags=("--trace", "2"))
+    assert done.returncode == 0, done.stderr
+    assert "the trace could not be written" in caplog.text
+    assert not list(out.glob("trace*"))

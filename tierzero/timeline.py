@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tierzero.errors import naming
 from tierzero.watch import Nest
 
 TRAINING = "training thread"
@@ -125,7 +126,8 @@ class Recorder:
         beside = target.with_name(target.name + ".part")
         found = {"traceEvents": list(self.events()), "displayTimeUnit": "ms", "otherData": {"dropped": self.dropped}}
         try:
-            beside.write_text(json.dumps(found), encoding="utf-8")
+            with naming(target):
+                beside.write_text(json.dumps(found), encoding="utf-8")
             beside.replace(target)
         except BaseException:
             with suppress(OSError):  # the first error is the one to tell

@@ -8,12 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tierzero.errors import naming
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`, flushed to the disk before the name changes."""
     fresh = path.with_name(f".{path.name}.new")
     try:
-        with fresh.open("w", encoding="utf-8") as file:
+        with naming(path), fresh.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

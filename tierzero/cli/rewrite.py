@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, naming
 
 
 def rewritten(text: str, values: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ def replace(path: Path, before: bytes, text: str) -> None:
         raise ConfigError(f"{path} was changed while it was being tuned: it is left as it is")
     handle, fresh = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

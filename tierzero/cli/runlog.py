@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tierzero.cli.files import write_atomically
+from tierzero.errors import naming
 
 _STEPS = 1 << 53  # more than any run has
 
@@ -37,8 +38,9 @@ class RunLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """`line` has "step" and JSON values; numbers (also one level down) become TensorBoard scalars."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         self.first = self.first or line
         self.last = line
         if self.events is not None:

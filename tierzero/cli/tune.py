@@ -86,17 +86,21 @@ def run(
         before = read_to_change(target)
         rewritten(before.decode(), {key: 0 for name in (*sweeps, "prefetch") for key in _KEYS[name]})
     try:
-        with signals_stop():
-            with share_done() as progress:
-                result = tune(config, sweeps, seconds, progress)
-            if target is not None:
-                try:
-                    replace(target, before, rewritten(before.decode(), result.chosen))
-                except (ConfigError, OSError) as error:  # after what was measured, which is not to be lost
-                    target, unwritten = None, error
+        with signals_stop() as check_signals, share_done() as show_progress:
+
+            def progress(text: str, share: float) -> None:
+                check_signals()
+                show_progress(text, share)
+
+            result = tune(config, sweeps, seconds, progress)
     except Stopped as stopped:
         print("stopped; the configuration is as it was, and nothing was left on the drive", file=sys.stderr)
         raise typer.Exit(128 + stopped.number) from None
+    if target is not None:
+        try:
+            replace(target, before, rewritten(before.decode(), result.chosen))
+        except (ConfigError, OSError) as error:  # told after what was measured, which is not to be lost
+            target, unwritten = None, error
     from tierzero.cli.tune_show import as_dict, save_plot, show
 
     if as_json:
