@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from cli_process import CODE, TINY, default_signals, tierzero_here, train
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tierzero.cli.tune
+from tierzero.api import engine_of
 from tierzero.cli.config import load
 from tierzero.cli.rewrite import as_toml, replace, rewritten
-from tierzero.cli.trial import beside, largest_depth
+from tierzero.cli.trial import beside, largest_depth, opened
 from tierzero.cli.tune import candidates
+from tierzero.cli.tune_show import CAUSES
 from tierzero.errors import ConfigError
 
 CONFIG = """# of mine
@@ -86,7 +90,7 @@ def test_json_and_plots_without_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert data["above_bound"] == pytest.approx(max(0.0, data["step_s"] / data["bound_s"] - 1))
     for row in data["depths"]:
         assert row["step_s"] > 0
-        assert set(row["stalls"]) == {"fetch", "update", "activation", "gradient"}
+        assert set(row["stalls"]) == set(CAUSES)
     assert "<svg" in (tmp_path / "depth.svg").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["depth.svg"]
 
@@ -147,6 +151,80 @@ def test_what_cannot_be_is_a_sentence(
     assert f"error: {sentence}" in done.stderr
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierzero.cli.tune.tune", None)  # would be a TypeError
+    done = tierzero_here("tune", "/dev/null")
+    assert done.returncode == 2
+    assert "/dev/null is not a file that the values can be written to" in done.stderr
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # the tests' user may be root
+    done = tierzero_here("tune", str(config))
+    assert done.returncode == 2
+    assert f"{tmp_path} is read-only" in done.stderr
+
+
+def test_what_was_measured_is_shown_though_it_cannot_be_written(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file changes meanwhile; both forms of the output have the values, and the exit code says that it failed."""
+    own = tierzero.cli.tune.tune
+
+    def changed(*arguments: Any) -> Any:
+        config.write_text(config.read_text() + "# more\n")
+        return own(*arguments)
+
+    monkeypatch.setattr("tierzero.cli.tune.tune", changed)
+    done = tune(config)
+    assert done.returncode == 2
+    assert "was changed while it was being tuned" in done.stderr
+    assert "for your configuration:\n[tiers]\nprefetch = " in done.stdout
+    done = tune(config, "--json")
+    assert done.returncode == 2
+    data = json.loads(done.stdout)
+    assert data["written"] is None
+    assert "tiers.prefetch" in data["chosen"]
+    assert "prefetch = 7" in config.read_text()
+
+
+def test_it_measures_what_would_be_trained(tmp_path: Path) -> None:
+    """With micro-batches, recomputation and activations as they are configured."""
+    shared = [*TINY, f"train.out={tmp_path / 'out'}", "data.batch=4", "tiers.activations=1MiB"]
+    for pieces in (1, 2):
+        config = load(None, [*shared, f"train.micro_batches={pieces}"])
+        with opened(config) as trial:
+            engine = engine_of(trial.model)
+            assert engine.placement.activations == 1 << 20
+            assert engine.micro_batches.pieces == pieces
+
+
+@pytest.mark.parametrize("when", ["a library that catches everything", "a finalizer"])
+def test_a_signal_that_something_swallows_still_stops(
+    when: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, own = config.read_bytes(), tierzero.cli.tune.Stages.begin
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def begin(stages: Any) -> None:
+        if when == "a finalizer":
+            monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+            Finalized()
+        else:
+            with suppress(BaseException):
+                signal.raise_signal(signal.SIGTERM)
+        own(stages)
+
+    monkeypatch.setattr("tierzero.cli.tune.Stages.begin", begin)
+    done = tune(config)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "the configuration is as it was" in done.stderr
+    assert config.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_help() -> None:
@@ -239,6 +317,9 @@ def test_what_the_sweeps_try() -> None:
     assert len(set(blocks)) == len(blocks)
     for block in blocks:
         load(None, [f"tiers.nvme_block={block}"])
+    for pieces in (1, 2, 4):  # none that `tierzero train` would refuse
+        for values in candidates(load(None, ["data.batch=4", f"train.micro_batches={pieces}"]), "accumulate"):
+            load(None, [f"train.micro_batches={pieces}", *(f"{key}={value}" for key, value in values.items())])
     assert candidates(config, "state_dtype")[0] == {"train.state_dtype": "float32"}
 
 

@@ -109,7 +109,7 @@ INSIDE = {
     "profiles": {"drives"},
     "layout": {"errors"},
     "step_stats": {"clock"},
-    "timeline": {"watch"},
+    "timeline": {"errors", "watch"},
     "metrics": {"clock", "step_stats", "timeline", "watch"},
     "prometheus": {"clock", "errors"},
     "extents": {"layout"},

@@ -158,6 +158,8 @@ def test_a_trace_of_a_failing_body(tmp_path: Path) -> None:
     """What was recorded is written, and the engine goes on; a path that cannot be is refused before anything."""
     model = make(models.Net)
     with tiered(model, tiers_for(model, "host", tmp_path)) as run:
+        with pytest.raises(IsADirectoryError, match="it is a directory"), tz.trace(model, tmp_path):
+            pass
         with pytest.raises(FileNotFoundError, match="not a directory"), tz.trace(model, tmp_path / "no" / "t.json"):
             pass
         ids = next(batches(1))

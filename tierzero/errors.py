@@ -1,5 +1,11 @@
 """The exceptions that tierzero raises; failures of the operating system are ``OSError(errno, sentence, path)``."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class TierzeroError(RuntimeError):
     """The base of every error that tierzero itself raises."""
@@ -31,3 +37,14 @@ class ConfigError(TierzeroError, ValueError):
 
 class NonFiniteGradientError(TierzeroError):
     """Too many steps in a row were skipped because a gradient was infinite or not a number."""
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An OSError inside that names no file, as those of writing do not, names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise

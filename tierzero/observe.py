@@ -55,6 +55,8 @@ def check_target(path: str | os.PathLike[str]) -> None:
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"cannot write a trace there, {folder} is not a directory", str(path))
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, "cannot write a trace there, it is a directory: name a file", str(path))
 
 
 def begin(engine: Engine) -> Recorder:

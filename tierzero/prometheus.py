@@ -71,6 +71,11 @@ def serve(stats: Stats, port: int, address: str) -> Endpoint:
         ) from None
 
 
+def check(port: int, address: str) -> None:
+    """Raises what `serve` would raise now."""
+    serve(lambda: None, port, address).close()
+
+
 class _Collector:
     """What Prometheus' registry asks at each scrape."""
 
@@ -117,4 +122,4 @@ def _labelled(family: Any, values: dict[str, float]) -> Any:
     return family
 
 
-__all__ = ["Endpoint", "serve"]
+__all__ = ["Endpoint", "check", "serve"]

@@ -12,10 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tierzero.errors import naming
 from tierzero.watch import Nest
 
 TRAINING = "training thread"
@@ -123,8 +125,14 @@ class Recorder:
         target = Path(path)
         beside = target.with_name(target.name + ".part")
         found = {"traceEvents": list(self.events()), "displayTimeUnit": "ms", "otherData": {"dropped": self.dropped}}
-        beside.write_text(json.dumps(found), encoding="utf-8")
-        beside.replace(target)
+        try:
+            with naming(target):
+                beside.write_text(json.dumps(found), encoding="utf-8")
+            beside.replace(target)
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to tell
+                beside.unlink(missing_ok=True)
+            raise
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tierzero.errors import naming
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`, flushed to the disk before the name changes."""
     fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    try:
+        with naming(path), fresh.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to tell
+            fresh.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

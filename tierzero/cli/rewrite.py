@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, naming
 
 
 def rewritten(text: str, values: Mapping[str, Any]) -> str:
@@ -51,6 +51,18 @@ def as_toml(values: Mapping[str, Any]) -> str:
     return tomlkit.dumps(document).rstrip()
 
 
+def read_to_change(path: Path) -> bytes:
+    """What `path` holds; ConfigError if it is seen already that `replace` could not change it."""
+    folder = path.resolve().parent
+    if not path.is_file():  # a pipe can be read once only
+        raise ConfigError(f"{path} is not a file that the values can be written to: give --dry-run to print them only")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"the values cannot be written to {path}: {folder} is read-only. Give --dry-run to print them only"
+        )
+    return path.read_bytes()
+
+
 def replace(path: Path, before: bytes, text: str) -> None:
     """Put `text` into the file, whole or not at all, if it still holds `before`; ConfigError otherwise.
 
@@ -61,7 +73,7 @@ def replace(path: Path, before: bytes, text: str) -> None:
         raise ConfigError(f"{path} was changed while it was being tuned: it is left as it is")
     handle, fresh = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tierzero.cli.files import write_atomically
+from tierzero.errors import naming
+
+_STEPS = 1 << 53  # more than any run has
 
 
 class Events(Protocol):
@@ -35,8 +38,9 @@ class RunLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """`line` has "step" and JSON values; numbers (also one level down) become TensorBoard scalars."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         self.first = self.first or line
         self.last = line
         if self.events is not None:
@@ -58,9 +62,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError:
-                continue  # cut off by a crash
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            except (ValueError, RecursionError):
+                continue  # cut off by a crash, or not ours
+            if isinstance(line, dict) and type(step := line.get("step")) is int and 0 <= step < _STEPS:
                 lines.append(line)
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tierzero.errors import ConfigError
 from tierzero.observe import begin, end
 from tierzero.timeline import Recorder
 
+log = logging.getLogger("tierzero")
 SETTLED = 3  # the first step whose order of use is known and whose updates have begun in backward
 
 
@@ -37,7 +39,7 @@ def parse_address(text: str | None) -> tuple[str, int] | None:
         return None
     address, colon, port = text.rpartition(":")
     address = address.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
-    if not address or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not address or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise ConfigError(f"--prometheus takes a port, such as 9400, or ADDRESS:PORT, not {text!r}")
     return address, int(port)
 
@@ -71,4 +73,7 @@ class StepTrace:
         if self._recorder is not None:
             (engine, recorder), self._recorder = self._recorder, None
             end(engine, recorder)
-            recorder.write(self.path)
+            try:
+                recorder.write(self.path)
+            except OSError as error:  # training does not end for that
+                log.warning("the trace could not be written to %s: %s", self.path, error.strerror)

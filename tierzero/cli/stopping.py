@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -47,20 +47,31 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def signals_stop() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; a second one acts as it always does. Ignored ones stay so."""
+def signals_stop() -> Iterator[Callable[[], None]]:
+    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; a second one acts as it always does. Ignored ones stay so.
+
+    The exception can come where it is swallowed (a finalizer, a library that catches everything): what is yielded
+    raises it again if a signal came, and so does the end.
+    """
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {}
+    came: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         for other in numbers:
             signal.signal(other, signal.SIG_DFL)
+        came.append(number)
         raise Stopped(number)
+
+    def check() -> None:
+        if came:
+            raise Stopped(came[0])
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        yield check
+        check()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import tierzero as tz
+from tierzero import prometheus
 from tierzero.cli import memory
 from tierzero.cli.config import Config
 from tierzero.cli.files import write_atomically, write_json
@@ -54,6 +55,8 @@ def run(
         raise ConfigError('tiers.gds = "on" has no effect without a CUDA device: set it to "auto" or "off"')
     if not dry_run:
         check_rundir(config, resume, overwrite)
+        if address is not None:
+            prometheus.check(address[1], address[0])  # before a run is made, or an older one removed
     task = open_task(config)
     model = task.build()
     tiers = choose_tiers(config, model)

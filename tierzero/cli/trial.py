@@ -36,9 +36,10 @@ class Trial:
         task = open_task(config)
         model = task.build()
         tiers = choose_tiers(config, model)
-        check_disk(config, tz.plan(model, tiers, snapshots=False, **state_options(config)))
+        pieces = config.train.micro_batches
+        check_disk(config, tz.plan(model, tiers, snapshots=False, micro_batches=pieces, **state_options(config)))
         self.rate = drive_rate(tiers)
-        self.model = tz.offload(model, tiers)
+        self.model = tz.offload(model, tiers, micro_batches=pieces)
         self.engine = engine_of(self.model)
         try:
             seed_everything(config.train.seed)

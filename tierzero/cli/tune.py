@@ -18,7 +18,7 @@ from rich.console import Console
 from tierzero.bench.depths import NEAR, Found, search
 from tierzero.cli.config import Config, load
 from tierzero.cli.progress import share_done
-from tierzero.cli.rewrite import as_toml, replace, rewritten
+from tierzero.cli.rewrite import as_toml, read_to_change, replace, rewritten
 from tierzero.cli.stopping import Stopped, signals_stop
 from tierzero.errors import BudgetError, ConfigError
 
@@ -27,6 +27,12 @@ ROUNDS = 3  # measurements of each value
 BLOCKS = ["1MiB", "4MiB", "8MiB", "16MiB"]
 SWEEPS = ("accumulate", "block", "state_dtype")
 PLOTS = (".png", ".svg", ".pdf")
+_KEYS = {  # what each search sets in the file
+    "accumulate": ("train.accumulate", "data.batch"),
+    "block": ("tiers.nvme_block",),
+    "state_dtype": ("train.state_dtype",),
+    "prefetch": ("tiers.prefetch",),
+}
 Values = dict[str, Any]  # section.key -> value
 Progress = Callable[[str, float], None]
 
@@ -72,31 +78,41 @@ def run(
     as_json: bool,
 ) -> None:
     """The whole command. Raises ConfigError, other TierzeroError or OSError; typer.Exit(128 + n) when signal n came."""
-    before = b""
+    before, unwritten = b"", None
     config = load(path, settings)
-    if path is not None:
-        before = path.read_bytes()
     check(config, sweeps, seconds, plot)
+    target = None if dry_run else path
+    if target is not None:
+        before = read_to_change(target)
+        rewritten(before.decode(), {key: 0 for name in (*sweeps, "prefetch") for key in _KEYS[name]})
     try:
-        with signals_stop():
-            with share_done() as progress:
-                result = tune(config, sweeps, seconds, progress)
-            written = bool(path and not dry_run)
-            if path and written:
-                replace(path, before, rewritten(before.decode(), result.chosen))
+        with signals_stop() as check_signals, share_done() as show_progress:
+
+            def progress(text: str, share: float) -> None:
+                check_signals()
+                show_progress(text, share)
+
+            result = tune(config, sweeps, seconds, progress)
     except Stopped as stopped:
         print("stopped; the configuration is as it was, and nothing was left on the drive", file=sys.stderr)
         raise typer.Exit(128 + stopped.number) from None
+    if target is not None:
+        try:
+            replace(target, before, rewritten(before.decode(), result.chosen))
+        except (ConfigError, OSError) as error:  # told after what was measured, which is not to be lost
+            target, unwritten = None, error
     from tierzero.cli.tune_show import as_dict, save_plot, show
 
+    if as_json:
+        print(json.dumps(as_dict(result) | {"written": None if target is None else str(target)}))
+    else:
+        show(Console(), result)
+        where = "for your configuration" if target is None else f"written to {target}"
+        print(f"{where}:\n{as_toml(result.chosen)}")
+    if unwritten is not None:
+        raise unwritten
     if plot is not None:
         save_plot(result, plot)
-    if as_json:
-        print(json.dumps(as_dict(result) | {"written": str(path) if written else None}))
-        return
-    show(Console(), result)
-    where = f"written to {path}" if written else "for your configuration"
-    print(f"{where}:\n{as_toml(result.chosen)}")
 
 
 def check(config: Config, sweeps: Sequence[str], seconds: float, plot: Path | None) -> None:
@@ -120,7 +136,8 @@ def candidates(config: Config, name: str) -> list[Values]:
     """What a sweep tries, the configuration's own first."""
     if name == "accumulate":
         rows = config.train.accumulate * config.data.batch
-        splits = [count for count in range(1, rows + 1) if rows % count == 0]
+        most = rows // config.train.micro_batches  # a batch has a row for each of its pieces
+        splits = [count for count in range(1, most + 1) if rows % count == 0]
         splits.sort(key=lambda count: abs(math.log(count / config.train.accumulate)))
         return [{"train.accumulate": count, "data.batch": rows // count} for count in splits[:4]]
     if name == "block":

@@ -108,7 +108,8 @@ def show(console: Console, result: Result) -> None:
 def _depths(result: Result) -> Table:
     found = result.depths
     table = Table(box=None, pad_edge=False)
-    for name in ("prefetch", "s/step", "tokens/s", "waited: fetch", "update", "gradient", "measured"):
+    first, *others = CAUSES
+    for name in ("prefetch", "s/step", "tokens/s", f"waited: {first}", *others, "measured"):
         table.add_column(name, justify="right")
     for depth in sorted(found.samples):
         time, stalls = found.time(depth), result.stalls_by_depth[depth]
@@ -116,7 +117,7 @@ def _depths(result: Result) -> Table:
             f"{depth} (auto)" if depth == result.largest else str(depth),
             f"{time:.3f}",
             f"{result.tokens / time:,.0f}",
-            *(f"{stalls[cause]:.3f}" for cause in ("fetch", "update", "gradient")),
+            *(f"{stalls[cause]:.3f}" for cause in CAUSES),
             f"{len(found.samples[depth])}x",
             style="bold green" if depth == found.chosen else "",
         )

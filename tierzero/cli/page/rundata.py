@@ -15,10 +15,15 @@ from tierzero.errors import ConfigError
 
 
 def number(value: Any, *keys: str) -> float:
-    """The number under `keys` of nested dicts, NaN where there is none."""
+    """The number under `keys` of nested dicts, NaN where there is none that a float can hold."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer that no float holds
+        return math.nan
 
 
 def median(values: list[float]) -> float:
@@ -83,12 +88,13 @@ def load_run(directory: Path) -> Run:
     lines = {line["step"]: line for line in read_metrics(log)}
     if not lines:
         raise ConfigError(f"the run in {directory} has not finished a step yet: there is nothing to report")
+    events = _json(directory / "trace.json").get("traceEvents")
     return Run(
         directory,
         [lines[step] for step in sorted(lines)],
         _json(directory / "run.json"),
         _json(directory / "summary.json"),
-        [event for event in _json(directory / "trace.json").get("traceEvents", []) if isinstance(event, dict)],
+        [event for event in events if isinstance(event, dict)] if isinstance(events, list) else [],
     )
 
 

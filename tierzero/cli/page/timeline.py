@@ -52,9 +52,12 @@ def timeline(events: Sequence[dict[str, Any]]) -> str | None:
         return None
     start, length = number(step, "ts"), _length(step)
     names = {
-        event.get("tid"): str(event["args"].get("name"))
+        event["tid"]: str(event["args"].get("name"))
         for event in events
-        if event.get("ph") == "M" and event.get("name") == "thread_name" and isinstance(event.get("args"), dict)
+        if event.get("ph") == "M"
+        and event.get("name") == "thread_name"
+        and isinstance(event.get("args"), dict)
+        and isinstance(event.get("tid"), int)
     }
     rows = []
     for row, shown in _ROWS:
