@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cli_process import CODE, TINY, default_signals, tierzero_here, train
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tierzero.cli.tune
@@ -273,6 +273,7 @@ lines = st.one_of(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a loaded machine
 @given(st.dictionaries(st.sampled_from(["model", "data", "train", "tiers"]), st.lists(lines, max_size=6)))
 def test_rewriting_any_file(tables: dict[str, list[str]]) -> None:
     text = "".join(f"[{name}]\n" + "".join(f"{line}\n" for line in rows) for name, rows in tables.items())
