@@ -219,7 +219,7 @@ def test_no_step_beats_its_parts_or_its_budget(case: tuple[list[SimUnit], Rates,
     read = sum(unit.state for unit in units if unit.on_drive)
     written = read + sum(unit.copy for unit in units)
     assert drive.written_bytes == pytest.approx(4 * written)
-    assert drive.read_bytes >= 4 * read * (1 - 1e-9)  # and parameters
+    assert drive.read_bytes >= 4 * read * (1 - 1e-6)  # and parameters
     assert run.stepper.free == setup.slots
     assert not run.updates.pending
     assert not run.updates.guesses
