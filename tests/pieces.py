@@ -6,10 +6,13 @@ the aliases' gradients in the order of the slices: ((g1 + g2) + g3) + g4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from oracle import Plain, Tiered, assert_same, make, tiered, tiers_for, train_both
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -88,3 +91,37 @@ def _replace(block: nn.Module, pieces: int) -> None:
         return run_in_slices(block, call, pieces, args, kwargs)
 
     block.forward = forward
+
+
+HALF_CLIPPED = {"clip": lambda step, norm: 0.7 * norm if step % 2 else None}
+
+
+@contextmanager
+def both(
+    factory: Callable[[], nn.Module],
+    pieces: int,
+    directory: Path,
+    *,
+    placement: str = "mixed",
+    dtype: torch.dtype = torch.float32,
+    oracle: Callable[[], nn.Module] | None = None,
+    **hyper: Any,
+) -> Iterator[tuple[Tiered, Plain]]:
+    """An offloaded model under the smallest budgets, and the plain one whose blocks run over slices."""
+    model, theirs = make(factory, dtype), make(oracle or factory, dtype)
+    fresh = Plain(in_slices(theirs, theirs.layers, pieces))  # type: ignore[arg-type]
+    tiers = tiers_for(model, placement, directory, micro_batches=pieces)
+    with tiered(model, tiers, micro_batches=pieces, **hyper) as run:
+        yield run, fresh
+
+
+def train(run: Tiered, fresh: Plain, steps: int = 3, **options: Any) -> None:
+    """Train both; losses, gradients, clip norms, weights and states are compared at every step."""
+
+    def each_step(step: int, which: Any) -> None:
+        if which is run:
+            assert_same(run, fresh, f"step {step}", grads=True)
+
+    options = {"shape": (8, 5), "each_step": each_step, **HALF_CLIPPED, **options}
+    train_both([("", run)], fresh, steps, **options)
+    assert_same(run, fresh)
