@@ -61,7 +61,7 @@ ROWS = [
         "versions",
         "store",
     },
-    {"paged", "grads", "records", "generic", "share", "live", "pins", "states", "replaced"},
+    {"paged", "grads", "records", "generic", "share", "live", "pins", "gate", "states", "replaced"},
     {"unit", "partition", "placement", "rows"},
     {"fit", "unit_sizes"},
     {"phases"},
@@ -92,7 +92,7 @@ ROWS = [
     {"refit"},
     {"engine"},
     {"measure"},
-    {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"checkpoint.frozen_unit", "checkpoint.frozen", "checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
     {"observe"},
     {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
@@ -172,6 +172,7 @@ INSIDE = {
     "doctor.gpudirect_trial": {"doctor.exercise", "doctor.backends"},
     "doctor.backends": {"doctor.finding", "doctor.exercise", "doctor.gpudirect_trial", "doctor.training"},
     "doctor.selftest": {"doctor.child"},
+    "checkpoint.frozen": {"checkpoint.frozen_unit"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {  # no torch
@@ -188,7 +189,7 @@ PURE = {  # no torch
         "state_format",
     ),
     *("clock", "step_stats", "watch", "timeline", "prometheus"),
-    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "states", "pace"),
+    *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "gate", "states", "pace"),
     *("sim.clock", "sim.links", "sim.model", "sim.stepper", "sim.updates", "sim.paging", "simulate"),
     *("machine", "phases", "forecast", "planned", "fit", "placement"),
 }

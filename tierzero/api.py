@@ -139,6 +139,7 @@ def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
 
 def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
     engine.pager.settle(unit)  # its parameters came before its masters were written
+    engine.pager.free_records(unit)
     for index, live in enumerate(unit.live):
         value = live.detach().to("cpu")
         if not value.numel():
