@@ -124,7 +124,7 @@ def test_commit_and_resume(first: str, second: str, dtype: torch.dtype, tmp_path
     plain, model = Plain(make(Net, dtype), **flags), make(Net, dtype)
     with tiered(model, roomy(model, first, tmp_path), **flags) as run:
         train_both([("", run)], plain, 3)
-        tz.commit(run.model, run.optimizer, "three")
+        tz.snapshot(run.model, run.optimizer, "three")
     again = make(Net, dtype, seed=5)
     tiers = roomy(again, second, tmp_path)
     if second == "host":  # all in host memory, with the store to resume from

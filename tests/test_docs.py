@@ -55,7 +55,7 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
     import tierzero as tz
 
     monkeypatch.chdir(tmp_path)
-    commit, resume, export = (
+    snapshot, resume, export = (
         block.replace("/mnt/nvme0/tz", str(tmp_path / "store"))
         for block in code_blocks(ROOT / "docs" / "checkpoint.md")
     )
@@ -65,7 +65,7 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
     opt.step()
     sched = torch.optim.lr_scheduler.ConstantLR(opt)
     names: dict[str, Any] = {"tz": tz, "torch": torch, "model": model, "opt": opt, "sched": sched}
-    exec(commit, names)
+    exec(snapshot, names)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     tz.close(model)
 

@@ -92,7 +92,10 @@ ROWS = [
     {"refit"},
     {"engine"},
     {"measure"},
-    {"checkpoint.frozen_unit", "checkpoint.frozen", "checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"checkpoint.frozen_unit", "checkpoint.beside"},
+    {"checkpoint.frozen", "checkpoint.snapshot", "checkpoint.safetensors", "planner"},
+    {"checkpoint.rollback"},
+    {"api"},
     {"observe"},
     {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
@@ -172,8 +175,6 @@ INSIDE = {
     "doctor.gpudirect_trial": {"doctor.exercise", "doctor.backends"},
     "doctor.backends": {"doctor.finding", "doctor.exercise", "doctor.gpudirect_trial", "doctor.training"},
     "doctor.selftest": {"doctor.child"},
-    "checkpoint.frozen": {"checkpoint.frozen_unit"},
-    "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {  # no torch
     *(

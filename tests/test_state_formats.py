@@ -235,7 +235,7 @@ def test_commit_and_resume(name: str, first: str, second: str, tmp_path: Path) -
     model = make(Net, BF16)
     with tiered(model, tiers(model, first, tmp_path, name), **FORMATS[name]) as run:
         train(run, 3)
-        tz.commit(run.model, run.optimizer, "three")
+        tz.snapshot(run.model, run.optimizer, "three")
         train(run, 3, seed=5)
         expected = contents(run)
     with again(tmp_path, second, name) as run:

@@ -32,15 +32,15 @@ class StateHomes:
         self.format: StateFormat | None = None  # of the model's optimizer states; None before there are any
         self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 
-    async def create_state(self, unit: Unit) -> None:
-        """Give the unit a state record: masters from the parameters, zero moments."""
-        format = self.format_of(unit)
+    async def create_state(self, unit: Unit, into: StateRecord | None = None) -> None:
+        """Give the unit a state record: masters from the parameters, zero moments. `into`: it has one already."""
+        format = self.format_of(unit) if into is None else into.format
 
         async def planes(first: int, last: int) -> list[torch.Tensor]:
             moments = [torch.zeros(last - first) for _ in range(format.parts - 1)]
             return [await self._master(unit, first, last), *moments]
 
-        unit.state = await self._fill(unit, format, planes)
+        unit.state = await self.fill(unit, format, planes, into)
         old = unit.records.get("fp32")
         if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
             del unit.records["fp32"]
@@ -51,15 +51,18 @@ class StateHomes:
         assert self.format is not None
         return self.format.of_unit(unit.layout, unit.host_flat is not None)
 
-    async def _fill(self, unit: Unit, format: StateFormat, planes: Planes) -> StateRecord:
-        """A new state record where the unit's state goes, from the parts of its chunks."""
+    async def fill(
+        self, unit: Unit, format: StateFormat, planes: Planes, into: StateRecord | None = None
+    ) -> StateRecord:
+        """A new state record where the unit's state goes, or in the place of `into`, from the parts of its chunks."""
         chunk, name = self.chunk, f"{unit.name}/state"
         elements = unit.layout.elements
         nbytes = format.record_bytes(elements, chunk)
         params = unit.records.get("param") if format.master == "split" else None
-        block = self.state_block(unit, nbytes)
-        if block is not None:
-            host = HostRecord(block.tensor[:nbytes])
+        block = self.state_block(unit, nbytes) if into is None else None
+        host = HostRecord(block.tensor[:nbytes]) if block is not None else into.record if into is not None else None
+        if isinstance(host, HostRecord):
+            host.version += into is not None
             at = 0
             for first in range(0, elements, chunk):
                 raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
@@ -88,7 +91,7 @@ class StateHomes:
         format = self.format_of(unit)
         if format != old.format:
             planes = lambda first, last: old.planes(first)
-            return await self._fill(unit, format, planes)
+            return await self.fill(unit, format, planes)
         record = old.record
         block = self.state_block(unit, record.nbytes)
         if block is not None:
@@ -130,7 +133,9 @@ class StateHomes:
             out[lo - first : hi - first] = part
         return out
 
-    def note(self, name: str, record: HostRecord) -> None:
-        """The host record now equals the record `name` of the snapshot that was opened."""
+    def note(self, name: str, record: HostRecord, extent: Extent | None = None) -> None:
+        """The host record now equals `extent` of a snapshot, by default the current record `name` of the one that was
+        opened.
+        """
         assert self.store is not None
-        self._saved[name] = (record.version, self.store.current[name])
+        self._saved[name] = (record.version, self.store.current[name] if extent is None else extent)
