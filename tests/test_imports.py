@@ -93,6 +93,18 @@ ROWS = [
     {"engine"},
     {"measure"},
     {"checkpoint.frozen_unit", "checkpoint.frozen", "checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {
+        "checkpoint.boxes",
+        "checkpoint.container",
+        "checkpoint.index",
+        "checkpoint.metadata",
+        "checkpoint.randomness",
+        "checkpoint.place",
+        "checkpoint.contents",
+        "checkpoint.writer",
+        "checkpoint.reader",
+    },
+    {"checkpoint.save", "checkpoint.load"},
     {"observe"},
     {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
@@ -173,6 +185,10 @@ INSIDE = {
     "doctor.backends": {"doctor.finding", "doctor.exercise", "doctor.gpudirect_trial", "doctor.training"},
     "doctor.selftest": {"doctor.child"},
     "checkpoint.frozen": {"checkpoint.frozen_unit"},
+    "checkpoint.metadata": {"checkpoint.index"},
+    "checkpoint.place": {"checkpoint.index"},
+    "checkpoint.writer": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
+    "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }
 PURE = {  # no torch
@@ -191,6 +207,7 @@ PURE = {  # no torch
     *("clock", "step_stats", "watch", "timeline", "prometheus"),
     *("stripes", "endurance", "hugepages", "profiles", "drives", "cgroup", "pins", "gate", "states", "pace"),
     *("sim.clock", "sim.links", "sim.model", "sim.stepper", "sim.updates", "sim.paging", "simulate"),
+    "checkpoint.boxes",
     *("machine", "phases", "forecast", "planned", "fit", "placement"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -85,16 +85,16 @@ class Engine:
             cuda=self.device.type == "cuda",
             activations=tiers.activation_bytes(),
         )
-        self._undo: list[Any] = []
+        self.at_end: list[Any] = []  # what takes it apart, last first
         try:
             self._build(model, parts, directories, resume, overwrite)
             self.micro_batches = MicroBatches(self.hooks, [self.units[index] for index in cut], micro_batches)
         except BaseException:
-            _take_apart(self._undo, self._pid)
+            _take_apart(self.at_end, self._pid)
             raise
         self.started = time.monotonic()
         ENGINES.add(self)
-        self._finalizer = weakref.finalize(self, _take_apart, self._undo, self._pid)
+        self._finalizer = weakref.finalize(self, _take_apart, self.at_end, self._pid)
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -103,22 +103,22 @@ class Engine:
     ) -> None:
         placement = self.placement
         self.loop = LoopThread()
-        self._undo.append(self.loop.close)
+        self.at_end.append(self.loop.close)
         self.arena = HostArena(placement.host_needed, node=numa_node(directories))
-        self._undo.append(self.arena.close)
+        self.at_end.append(self.arena.close)
         self.io: Any = None
         if NATIVE is not None:
             from tierzero.tiers.nvme import NativeEngine
 
             options = engine_options(measured(directories), self.tiers.block_bytes())
             self.io = NativeEngine(**options, limit=self.tiers.drive_limit())
-            self._undo.append(self.io.close)
+            self.at_end.append(self.io.close)
         self.metrics.drives = self._drives
         self.store: Store | None = None
         if directories:
             opener = partial(open_block_file, limit=self.tiers.drive_limit())
             self.store = Store(directories, engine=self.io, resume=resume, overwrite=overwrite, opener=opener)
-            self._undo.append(self.store.close)
+            self.at_end.append(self.store.close)
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
         self.homes = Homes(self.store, self.arena, self.metrics, placement.chunk)
@@ -168,7 +168,7 @@ class Engine:
         spill = SpillFile(self.store, self.io) if self.store is not None else None
         pool = ActivationPool(block, spill, transfer, self.metrics)
         made = Activations(pool, self.loop, transfer, self.metrics)
-        self._undo.append(made.close)
+        self.at_end.append(made.close)
         return made
 
     def _move(self, unit: Unit, part: Part, split: list[str]) -> None:
