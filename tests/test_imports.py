@@ -101,7 +101,7 @@ ROWS = [
         "checkpoint.randomness",
         "checkpoint.place",
         "checkpoint.contents",
-        "checkpoint.writer",
+        "checkpoint.data_file",
         "checkpoint.reader",
     },
     {"checkpoint.save", "checkpoint.load"},
@@ -187,7 +187,7 @@ INSIDE = {
     "checkpoint.frozen": {"checkpoint.frozen_unit"},
     "checkpoint.metadata": {"checkpoint.index"},
     "checkpoint.place": {"checkpoint.index"},
-    "checkpoint.writer": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
+    "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
     "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
     "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
 }

@@ -94,7 +94,7 @@ class Contents:
 
 def optimizers_of(optimizer: Any) -> list[TieredOptimizer]:
     """One optimizer or several as a list. TypeError for what is no optimizer of an offloaded model."""
-    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+    several: list[Any] = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or [])]
     for one in several:
         if not isinstance(one, TieredOptimizer):
             raise TypeError(

@@ -31,7 +31,7 @@ from tierzero.checkpoint.index import DATA, INDEX, METADATA, Index, to_bytes
 from tierzero.checkpoint.metadata import metadata_bytes
 from tierzero.checkpoint.place import Place, next_sequence, prune
 from tierzero.checkpoint.randomness import random_state
-from tierzero.checkpoint.writer import Section, Writer, lay_out
+from tierzero.checkpoint.data_file import Section, Writer, lay_out
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
 from tierzero.errors import naming
