@@ -58,11 +58,14 @@ ROWS = [
         "tiers.faulty",
         "tiers.nvme",
         "tiers.config",
+        "tiers.readonly",
         "versions",
         "store",
     },
-    {"paged", "grads", "records", "generic", "share", "live", "pins", "states", "replaced"},
+    {"paged", "grads", "records", "generic", "share", "live", "pins", "states", "replaced", "meta"},
+    {"borrowed"},
     {"unit", "partition", "placement", "rows"},
+    {"parts"},
     {"fit", "unit_sizes"},
     {"phases"},
     {"forecast"},
@@ -92,7 +95,9 @@ ROWS = [
     {"refit"},
     {"engine"},
     {"measure"},
-    {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"initialize", "checkpoint.stored", "checkpoint.names", "checkpoint.writer"},
+    {"checkpoint.safetensors", "checkpoint.distributed"},
+    {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner", "api"},
     {"observe"},
     {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
@@ -124,6 +129,7 @@ INSIDE = {
     "tiers.faulty": {"tiers.base"},
     "tiers.nvme": {"tiers.base"},
     "tiers.config": {"directory"},
+    "tiers.readonly": {"tiers.base"},
     "tiers.base": {"tiers.nvme", "tiers.portable"},  # chosen at run time, inside a function
     "space": {"tiers.base"},
     "blocks": {"tiers.base"},
@@ -172,7 +178,7 @@ INSIDE = {
     "doctor.gpudirect_trial": {"doctor.exercise", "doctor.backends"},
     "doctor.backends": {"doctor.finding", "doctor.exercise", "doctor.gpudirect_trial", "doctor.training"},
     "doctor.selftest": {"doctor.child"},
-    "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
+    "api": {"checkpoint.snapshot"},
 }
 PURE = {  # no torch
     *(
