@@ -327,7 +327,7 @@ def test_snapshots_that_cannot_be_resumed(tmp_path: Path) -> None:
         tz.offload(make(Net), tiers, resume=True)
 
 
-def test_commit_fails_and_training_goes_on(tmp_path: Path) -> None:
+def test_snapshot_fails_and_training_goes_on(tmp_path: Path) -> None:
     """A failed snapshot leaves the snapshot before it and the run as they were."""
     with pair(tmp_path) as (plain, run):
         train_both([("", run)], plain, 1)

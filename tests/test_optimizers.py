@@ -148,7 +148,7 @@ def test_muon_beside_adamw(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "placement"), [case for case in PLACES if case[1] != "host"])
 @pytest.mark.parametrize("cls", [optim.Adam, Lion])
-def test_commit_and_resume(cls: Any, dtype: torch.dtype, placement: str, tmp_path: Path) -> None:
+def test_snapshot_and_resume(cls: Any, dtype: torch.dtype, placement: str, tmp_path: Path) -> None:
     """A snapshot holds masters and states of whatever kind; a later one writes only what changed."""
     plain = PlainOther(make(Net, dtype), cls, lr=1e-2)
     run = fitted(lambda: make(Net, dtype), placement, tmp_path, cls, lr=1e-2)

@@ -361,3 +361,38 @@ def test_a_kill_around_it_keeps_the_snapshot(when: str, tmp_path: Path) -> None:
         assert_same(run, plain)
     finally:
         tz.close(model)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_frozen_parameters_that_stay_in_their_file(host: bool, tmp_path: Path) -> None:
+    """They are not read again, and changed ones go back to the file."""
+    from safetensors.torch import save_file
+
+    plain = make(SHAPES["lora"])
+    save_file({name: value.contiguous() for name, value in plain.state_dict().items()}, tmp_path / "base.safetensors")
+    with torch.device("meta"):
+        model = SHAPES["lora"]()
+    tiers = tz.Tiers(nvme=tmp_path / "store", host="256MiB", device="64MiB", compute="cpu")
+    tz.offload(model, tiers if host else tiers_for(plain, "nvme", tmp_path / "store"))
+    run = Tiered.__new__(Tiered)
+    try:
+        tz.load_weights(model, tmp_path / "base.safetensors", in_place=True)
+        run.model, run.optimizer, run.engine = model, tz.AdamW(model.parameters(), **HYPER), tz.api.engine_of(model)
+        train(run, 1)
+        tz.snapshot(model, run.optimizer)
+        assert not any(name.endswith("/frozen") for name in run.engine.store.latest.records)
+        at = contents_of(run)
+        train(run, 2)
+        tz.rollback(model, run.optimizer)
+        assert differing(contents_of(run), at) == []
+        name, weight = next((n, p) for n, p in model.named_parameters() if not p.requires_grad)
+        weight.data = torch.full(weight.shape, 2.0)
+        assert differing(contents_of(run), at) == [(name, "param")]
+        for _ in range(2):
+            tz.rollback(model, run.optimizer)
+            assert differing(contents_of(run), at) == []
+        tz.snapshot(model, run.optimizer)
+        assert not any(name.endswith("/frozen") for name in run.engine.store.latest.records)
+        train(run, 2)
+    finally:
+        tz.close(model)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tierzero.blocks import checksum_of
+from tierzero.borrowed import Borrowed, FrozenRecord
 from tierzero.checkpoint.beside import Optimizers, check_groups, check_optimizers, put_back
 from tierzero.checkpoint.frozen_unit import HeldRecord
 from tierzero.checkpoint.snapshot import BUFFERS, OWN, put_buffers
@@ -61,17 +62,33 @@ class UnitBack:
         """Whether the record has not changed since the snapshot."""
         there = self.snapshot.records.get(self._name(part))
         if there is None:
-            return False
+            borrowed = self._borrowed(record)
+            return borrowed is not None and borrowed.describe() == self._described(part)
         if isinstance(record, HostRecord):
             return self.engine.homes.equals(self._name(part), record, there[0])
         return self.store.current.get(record.name) == there[0]
+
+    def _borrowed(self, record: HostRecord | DiskRecord) -> Borrowed | None:
+        """The bytes of files that the record has now."""
+        if isinstance(record, FrozenRecord):
+            return record.borrowed
+        if not isinstance(record, HostRecord) or record.origin is None or record.origin[0] != record.version:
+            return None
+        found: Borrowed = record.origin[1]
+        return found
+
+    def _described(self, part: str) -> Any:
+        """The bytes of files that the record had in the snapshot, described; None if it had none."""
+        return self.own.get("borrowed", {}).get(self._name(part))
 
     # -- updates.Work --------------------------------------------------------------------------------------------------
 
     async def compute(self, due: int, ready: Callable[[], None]) -> None:
         unit, then = self.unit, self._state_then()
         for region, record in unit.records.items():
-            if isinstance(record, HostRecord) and self._name(region) in self.snapshot.records:
+            if self._described(region) is not None and not self._same(region, record):
+                await self._borrow(region, record)
+            elif isinstance(record, HostRecord) and self._name(region) in self.snapshot.records:
                 await self._read(region, record)
         await self._generic()
         if unit.state is not None and then is None:  # the optimizer is younger than the snapshot
@@ -130,6 +147,17 @@ class UnitBack:
             )
         self.engine.homes.note(name, record, extent)
 
+    async def _borrow(self, region: str, record: HostRecord | DiskRecord) -> None:
+        """Take a frozen region from the files that the snapshot names."""
+        there = self.engine.homes.files.reopened(self._described(region))
+        if isinstance(record, FrozenRecord):
+            record.borrow(there)
+        elif isinstance(record, HostRecord):
+            record.version += 1
+            self.engine.metrics.add("nvme_read_expected", record.nbytes)
+            await there.read(0, record.data)
+            record.origin = (record.version, there)
+
     def _state_then(self) -> StateRecord | None:
         """AdamW's state as the snapshot has it."""
         record = self._there("state")
@@ -168,6 +196,8 @@ class UnitBack:
         for record in now:
             if isinstance(record, DiskRecord) and record.name in self.snapshot.records:
                 store.recall(record.name, self.snapshot.records[record.name][0])
+                if isinstance(record, FrozenRecord):
+                    record.owned_again()
 
 
 def rollback(engine: Engine, optimizer: Optimizers = None) -> dict[str, Any]:
