@@ -108,6 +108,7 @@ ROWS = [
         "checkpoint.contents",
         "checkpoint.data_file",
         "checkpoint.reader",
+        "checkpoint.refill",
     },
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
@@ -195,6 +196,7 @@ INSIDE = {
     "checkpoint.place": {"checkpoint.index"},
     "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
     "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
+    "checkpoint.refill": {"checkpoint.reader"},
     "api": {"checkpoint.snapshot"},
 }
 PURE = {  # no torch
