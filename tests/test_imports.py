@@ -116,6 +116,7 @@ ROWS = [
         "checkpoint.contents",
         "checkpoint.data_file",
         "checkpoint.reader",
+        "checkpoint.refill",
     },
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
@@ -203,6 +204,7 @@ INSIDE = {
     "checkpoint.place": {"checkpoint.index"},
     "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
     "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
+    "checkpoint.refill": {"checkpoint.reader"},
 }
 PURE = {  # no torch
     *(

@@ -92,11 +92,11 @@ class UnitBack:
                 await self._read(region, record)
         await self._generic()
         if unit.state is not None and then is None:  # the optimizer is younger than the snapshot
-            await self._begin_anew(unit.state)
+            await self._begin_anew()
         elif unit.state is not None and then is not None:
             if then.format != unit.state.format:
                 planes = lambda first, last: then.planes(first)
-                unit.state = await self.engine.homes.fill(unit, unit.state.format, planes, unit.state)
+                await self.engine.homes.refill(unit, planes)
             elif isinstance(unit.state.record, HostRecord):
                 await self._read("state", unit.state.record)
         cached = unit.records.get("fp32")
@@ -105,7 +105,7 @@ class UnitBack:
             cached.version += 1
             await masters.read(StateRecord.MASTER, 0, cached.data.view(torch.float32))
 
-    async def _begin_anew(self, state: StateRecord) -> None:
+    async def _begin_anew(self) -> None:
         """States as they are before the first step, from the snapshot's parameters."""
         self._point_back()
         name = self._name("fp32")
@@ -113,7 +113,7 @@ class UnitBack:
             extent = self.snapshot.records[name][0]
             self.store.recall(name, extent)
             self.unit.records["fp32"] = DiskRecord(self.store, name, extent.nbytes, self.engine.metrics)
-        await self.engine.homes.create_state(self.unit, state)
+        await self.engine.homes.create_state(self.unit)
 
     def publish(self, fresh: None) -> None:
         """Point what lies in the store at the snapshot's extents."""

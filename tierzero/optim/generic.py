@@ -76,11 +76,6 @@ class WrappedOptimizer(TieredOptimizer):
 
     _grown = False  # past the constructor
 
-    @property
-    def made_by(self) -> str:
-        """What the states of this class are marked with."""
-        return self._recipe.name
-
     def _try(self, more: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The class over tiny parameters, with groups added that are as `more`; TierzeroError if it does not fit."""
         shadows, given = list(self._shadows), list(self._recipe.given)
@@ -224,6 +219,11 @@ class WrappedOptimizer(TieredOptimizer):
         self.overlap.backward_over(None)
 
     # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def made_by(self) -> str:
+        """How its states name the optimizer class that made them."""
+        return self._recipe.name
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
