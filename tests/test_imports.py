@@ -94,6 +94,7 @@ ROWS = [
     {"measure"},
     {"checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
     {"observe"},
+    {"integrations.transformers", "integrations.lightning"},
     {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
     {"bench.search"},

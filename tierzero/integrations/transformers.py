@@ -1,0 +1,112 @@
+"""transformers.Trainer on an offloaded model: TierzeroTrainer(model=model, args=args, tiers=tz.Tiers(...), ...)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+import tierzero as tz
+from tierzero.errors import ConfigError
+from tierzero.optim.base import TieredOptimizer
+from tierzero.optim.clip import place_of
+
+try:
+    from transformers import Trainer
+except ImportError as error:
+    raise ImportError("TierzeroTrainer needs transformers and accelerate: pip install 'tierzero[trainer]'") from error
+
+_REFUSED = {  # TrainingArguments that cannot be kept, and what to do instead
+    "deepspeed": "it would keep the same parameters and states as tierzero: leave it out, or use Trainer",
+    "fsdp": "it would keep the same parameters and states as tierzero: leave it out, or use Trainer",
+    "parallelism_config": "tierzero trains on one device: leave it out",
+    "fp16": 'load the model with dtype="bfloat16"; its master weights stay float32',
+    "fp16_full_eval": "an offloaded model keeps its dtype: load it in the one that you want",
+    "bf16_full_eval": "an offloaded model keeps its dtype: load it in the one that you want",
+    "torch_compile": "a compiled graph would see parameters that are paged out: compile the model's blocks yourself",
+}
+
+
+class TierzeroTrainer(Trainer):
+    """Trainer whose model lies in `tiers`. Everything else is as in Trainer, and so are losses and weights, bit for bit
+    (a 16-bit model trains on float32 masters).
+
+    The model is offloaded here and never moved; with `tiers` None it was offloaded before. The optimizer is
+    tierzero.AdamW with Trainer's groups and hyper-parameters, or what `optimizers` and `optimizer_cls_and_kwargs` name:
+    tierzero.AdamW with other options, or tierzero.wrap_optimizer(...). A checkpoint holds a Hugging Face directory, as
+    Trainer's, and what `resume_from_checkpoint` reads. Close the model with tierzero.close(trainer.model).
+
+    Raises ConfigError for arguments that cannot work on an offloaded model.
+    """
+
+    model: Any
+
+    def __init__(self, *args: Any, tiers: tz.Tiers | None = None, micro_batches: int = 1, **kwargs: Any) -> None:
+        self.tiers = tiers
+        super().__init__(*args, **kwargs)
+        if tiers is not None:
+            if tiers.compute == "auto":
+                tiers = dataclasses.replace(tiers, compute=str(self.args.device))
+            tz.offload(self.model, tiers, micro_batches=micro_batches)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The first thing that Trainer does: refuses what cannot work, and has Accelerate move nothing."""
+        for name, instead in _REFUSED.items():
+            if getattr(self.args, name, None):
+                raise ConfigError(f"TrainingArguments({name}=...) does not work with TierzeroTrainer: {instead}")
+        if self.args.world_size > 1 or self.args.n_gpu > 1:
+            raise ConfigError("TierzeroTrainer trains on one device: show it one GPU with CUDA_VISIBLE_DEVICES")
+        if self.model is None:
+            raise ConfigError("TierzeroTrainer takes model=, not model_init=, which would build models while it trains")
+        if self.tiers is None and not any(place_of(param) is not None for param in self.model.parameters()):
+            raise ConfigError("TierzeroTrainer needs tiers=tierzero.Tiers(...), or a model that is offloaded already")
+        device = None if self.tiers is None or self.tiers.compute == "auto" else self.tiers.compute_device()
+        if device is not None and device.type != self.args.device.type:
+            raise ConfigError(f"the tiers compute on {device} and the trainer on {self.args.device}: name one device")
+        super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Nowhere: its parameters come as they are used."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """tierzero.AdamW with the hyper-parameters of `args`. ConfigError for an `optim` that is not AdamW."""
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if kind is not torch.optim.AdamW:
+            raise ConfigError(
+                f'optim="{args.optim.value}" does not work with TierzeroTrainer: use "adamw_torch", or pass optimizers='
+            )
+        return tz.AdamW, options
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """As Trainer. ConfigError for an optimizer that was not made for an offloaded model."""
+        optimizer = super().create_optimizer(model)
+        if not isinstance(getattr(optimizer, "optimizer", optimizer), TieredOptimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot step an offloaded model: use tierzero.AdamW or wrap_optimizer"
+            )
+        return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Trainer; before the last micro-batch of a step, nothing of the step begins."""
+        with nullcontext() if self.accelerator.sync_gradients else tz.no_sync(self.model):
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            return loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The directory that Trainer writes, one tensor in memory at a time; of a PEFT model the adapter."""
+        where, adapter = output_dir or self.args.output_dir, hasattr(self.model, "peft_config")
+        params = self.model.named_parameters(remove_duplicate=False) if adapter else ()
+        super()._save(where, {name: param.detach().clone() for name, param in params if param.requires_grad})
+        if not adapter:
+            tz.export_safetensors(self.model, os.path.join(where, "model.safetensors"))
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        return tz.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return tz.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
