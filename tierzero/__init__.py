@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from tierzero.api import stats as stats
     from tierzero.api import synchronize as synchronize
     from tierzero.api import unsharded as unsharded
+    from tierzero.checkpoint.load import load as load
     from tierzero.checkpoint.safetensors import export_safetensors as export_safetensors
     from tierzero.checkpoint.safetensors import load_safetensors as load_safetensors
+    from tierzero.checkpoint.save import Saving as Saving
+    from tierzero.checkpoint.save import save as save
     from tierzero.observe import serve_metrics as serve_metrics
     from tierzero.observe import trace as trace
     from tierzero.optim.adamw import AdamW as AdamW
@@ -34,6 +37,8 @@ _HOMES = {
     "tierzero.api": "close commit initialize no_sync offload register_forward_method reset restore stats synchronize "
     "unsharded",
     "tierzero.checkpoint.safetensors": "export_safetensors load_safetensors",
+    "tierzero.checkpoint.load": "load",
+    "tierzero.checkpoint.save": "Saving save",
     "tierzero.optim.adamw": "AdamW",
     "tierzero.optim.clip": "clip_grad_norm_",
     "tierzero.optim.generic": "wrap_optimizer",

@@ -79,7 +79,7 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
-def _open_engine(model: nn.Module) -> Engine:
+def open_engine(model: nn.Module) -> Engine:
     """The engine of an offloaded model; TierzeroError if it was closed."""
     engine = engine_of(model)
     if engine.closed:
@@ -94,7 +94,7 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     wanted = {id(inner) for inner in (module.modules() if recurse else [module])}
     return [
         unit
-        for unit in _open_engine(module).units
+        for unit in open_engine(module).units
         if any(id(owner) in wanted for slots in unit.slots for owner, _ in slots)
     ]
 
@@ -107,7 +107,7 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
     All of them must fit the device budget at once: for a large model do it module by module. After an exception nothing
     is written.
     """
-    engine = _open_engine(module)
+    engine = open_engine(module)
     units = _units_of(module, recurse)
     held: list[Unit] = []
     hold = Hold()
@@ -139,6 +139,7 @@ def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
 
 def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
     engine.pager.settle(unit)  # its parameters came before its masters were written
+    engine.pager.free_records(unit)
     for index, live in enumerate(unit.live):
         value = live.detach().to("cpu")
         if not value.numel():
@@ -160,7 +161,7 @@ def initialize(model: nn.Module) -> None:
 
     Under the same torch seed the values equal those of the plain model reset in the same order on the CPU.
     """
-    engine = _open_engine(model)
+    engine = open_engine(model)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)) and not callable(
             getattr(module, "reset_parameters", None)
@@ -195,14 +196,14 @@ def initialize(model: nn.Module) -> None:
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make the method `name` of this module page its parameters in as `forward` does (`generate`, `encode`, ...)."""
-    _open_engine(module).hooks.wrap_method(module, name)
+    open_engine(module).hooks.wrap_method(module, name)
 
 
 def reset(model: nn.Module) -> None:
     """Forget a forward or backward that an exception (or Ctrl-C) cut short. The next forward of the whole model does
     this by itself.
     """
-    _open_engine(model).hooks.reset()
+    open_engine(model).hooks.reset()
 
 
 @contextmanager
@@ -211,7 +212,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Never needed for exactness; with gradient accumulation it saves the first steps some updates in vain.
     """
-    engine = _open_engine(model)
+    engine = open_engine(model)
     before, engine.more_backwards = engine.more_backwards, True
     try:
         yield
@@ -221,7 +222,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def synchronize(model: nn.Module) -> None:
     """Wait until every queued update has reached the tiers; raises what the first failed one raised."""
-    _open_engine(model).pager.synchronize()
+    open_engine(model).pager.synchronize()
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
@@ -266,14 +267,14 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 def commit(model: nn.Module, optimizer: snapshot.Optimizers, name: str, meta: dict[str, Any] | None = None) -> None:
     """See tierzero.checkpoint.snapshot.commit."""
-    engine = _open_engine(model)
+    engine = open_engine(model)
     with engine.metrics.inside(SAVE, "save", f"commit {name}"):
         snapshot.commit(engine, optimizer, name, meta or {})
 
 
 def restore(model: nn.Module, optimizer: snapshot.Optimizers) -> dict[str, Any]:
     """See tierzero.checkpoint.snapshot.restore."""
-    engine = _open_engine(model)
+    engine = open_engine(model)
     with engine.metrics.inside(SAVE, "save", "restore"):
         return snapshot.restore(engine, optimizer)
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from tierzero.gate import Gate
 from tierzero.metrics import Metrics
 from tierzero.schedule import Trace
 from tierzero.unit import Unit
@@ -166,6 +167,7 @@ class UpdateQueue:
         self.may_exceed: Callable[[], bool] = lambda: True  # whether there is room for one more than `width`
         self._waiting: Waiting[Update] = Waiting(trace, lambda job: job.unit.uid)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held: set[asyncio.Task[None]] = set()  # wait for a save; see gate.py
 
     def put(self, jobs: list[Update]) -> None:
         """Queue `jobs`; the one whose unit is used next goes first."""
@@ -240,6 +242,13 @@ class UpdateQueue:
     def _pump(self) -> None:
         while self._waiting:
             job, urgent = self._waiting.first()
+            gate = job.unit.gate
+            if gate is not None and gate.holds(job):
+                self._waiting.discard(job)
+                held = asyncio.ensure_future(self._hold(job, gate))
+                self._held.add(held)
+                held.add_done_callback(self._held.discard)
+                continue
             wanted_now = urgent or self.trace.next_use(job.unit.uid) == 0
             if len(self._tasks) >= self.width + (wanted_now and self.may_exceed()):
                 return
@@ -248,6 +257,12 @@ class UpdateQueue:
             task = asyncio.ensure_future(self._run(job))
             self._tasks.add(task)
             task.add_done_callback(self._done)
+
+    async def _hold(self, job: Update, gate: Gate) -> None:
+        """Keep `job` waiting until a save has read what it changes."""
+        await gate.records()
+        self._waiting.add(job, urgent=job.urgent)
+        self._pump()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

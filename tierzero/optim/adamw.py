@@ -272,7 +272,7 @@ class StateSource:
                 self.part, self.unit.layout.places[self.index].elem, value.detach().cpu().float().reshape(-1)
             )
 
-        self.unit.at_rest(write(), changes=self.part == StateRecord.MASTER)
+        self.unit.at_rest(write(), writes=True, changes=self.part == StateRecord.MASTER)
 
 
 def _state(unit: Unit, index: int) -> dict[str, Any]:
