@@ -63,7 +63,8 @@ def master_adamw(params: Any) -> torch.optim.Optimizer:
     return MasterAdamW(params, 1.0, params, **HYPER)
 
 
-def fit(module: Module, out: Path, steps: int = 6, resume: Any = None, **options: Any) -> pl.Trainer:
+def fit(module: Module, out: Path, steps: int = 6, resume: Any = None, rows: int = 96, **options: Any) -> pl.Trainer:
+    """`rows` of them, two a micro-batch, are an epoch."""
     pl.seed_everything(3, verbose=False)
     trainer = pl.Trainer(
         **{
@@ -83,7 +84,7 @@ def fit(module: Module, out: Path, steps: int = 6, resume: Any = None, **options
             **options,
         }
     )
-    trainer.fit(module, DataLoader(Tokens(), batch_size=2), DataLoader(Tokens(6), batch_size=2), ckpt_path=resume)
+    trainer.fit(module, DataLoader(Tokens(rows), batch_size=2), DataLoader(Tokens(6), batch_size=2), ckpt_path=resume)
     return trainer
 
 
@@ -113,12 +114,15 @@ def test_16_bits(tmp_path: Path, precision: Any) -> None:
 def test_ten_and_ten_steps_are_twenty(tmp_path: Path, dtype: torch.dtype) -> None:
     """Saved by one trainer, gone on with by another under other budgets: all as in one go."""
     whole, first, second = (Module(our_adamw, dtype) for _ in range(3))
-    fit(whole, tmp_path, 20, strategy=TierzeroStrategy(tiers(tmp_path / "one")))
-    trainer = fit(first, tmp_path, 10, strategy=TierzeroStrategy(tiers(tmp_path / "two")))
+    keep = pl.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_epochs=1, save_top_k=1, monitor=None)
+    options: dict[str, Any] = {"rows": 40, "val_check_interval": None, "enable_checkpointing": True}
+    fit(whole, tmp_path, 20, strategy=TierzeroStrategy(tiers(tmp_path / "one")), callbacks=[keep], **options)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=1-step=20.ckpt"]  # the first is gone
+    trainer = fit(first, tmp_path, 10, strategy=TierzeroStrategy(tiers(tmp_path / "two")), **options)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     tz.close(first)
     other = tz.Tiers(host="256MiB", device="16MiB", compute="cpu")
-    fit(second, tmp_path, 20, tmp_path / "saved.ckpt", strategy=TierzeroStrategy(other))
+    fit(second, tmp_path, 20, tmp_path / "saved.ckpt", strategy=TierzeroStrategy(other), **options)
     assert first.losses + second.losses == whole.losses
     assert_same_weights(second, whole)
     tz.close(second)
@@ -127,7 +131,7 @@ def test_ten_and_ten_steps_are_twenty(tmp_path: Path, dtype: torch.dtype) -> Non
 
 def test_what_cannot_work(tmp_path: Path) -> None:
     module = Module(torch_adamw)
-    with pytest.raises(ConfigError, match="AdamW, which cannot step an offloaded model"):
+    with pytest.raises(ConfigError, match="AdamW of configure_optimizers cannot step an offloaded model"):
         fit(module, tmp_path, strategy=TierzeroStrategy(tiers(tmp_path / "store")))
     module.optimizer = our_adamw
     fit(module, tmp_path, 1, strategy=TierzeroStrategy(tiers(tmp_path / "store")))  # it is offloaded already

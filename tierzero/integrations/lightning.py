@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import tierzero as tz
+from tierzero.checkpoint.randomness import random_state, set_random_state
 from tierzero.errors import ConfigError
 from tierzero.optim.base import TieredOptimizer
 from tierzero.optim.clip import place_of
@@ -16,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError("TierzeroStrategy needs Lightning: pip install 'tierzero[lightning]'") from error
 
-
+_STATE, _REST = "tierzero", "lightning.ckpt"  # what a checkpoint's directory holds
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")  # they run instead of the module's forward
 
 
@@ -46,17 +49,21 @@ class TierzeroStrategy(SingleDeviceStrategy):
 
     `configure_optimizers` returns tierzero.AdamW (or what tierzero.wrap_optimizer made); everything else stays as it
     is, and so do losses and weights, bit for bit. Precision: "32-true", "bf16-true" (on float32 masters) and
-    "bf16-mixed". After training the module is still offloaded: export it, then close it with tierzero.close(module).
+    "bf16-mixed". A checkpoint is a directory: what tierzero.save writes, random generators included, and Lightning's
+    own file. After training the module is still offloaded: export it, then close it with tierzero.close(module).
 
     Raises ConfigError for an optimizer or a precision that cannot work on an offloaded model.
     """
 
     strategy_name = "tierzero"
+    restore_checkpoint_after_setup = True  # into the tiers
 
     def __init__(self, tiers: tz.Tiers, *, micro_batches: int = 1, **kwargs: Any) -> None:
         super().__init__(device=tiers.compute_device(), **kwargs)
         self.tiers, self.micro_batches = tiers, micro_batches
         self.stepping = False  # inside optimizer_step, whose backward is the last one of the step
+        self.loading: Path | None = None
+        self.random: Any = None
 
     @property
     def precision_plugin(self) -> Any:
@@ -81,13 +88,19 @@ class TierzeroStrategy(SingleDeviceStrategy):
                 tz.register_forward_method(self.model, name)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            for optimizer in self.optimizers:
-                if not isinstance(optimizer, TieredOptimizer):
-                    raise ConfigError(
-                        f"configure_optimizers returned {type(optimizer).__name__}, which cannot step an offloaded "
-                        "model: return tierzero.AdamW(...) or tierzero.wrap_optimizer(...)"
-                    )
+        for one in self.optimizers:
+            if not isinstance(one, TieredOptimizer):
+                kind = f"{type(one).__name__} of configure_optimizers"
+                raise ConfigError(
+                    f"{kind} cannot step an offloaded model: use tierzero.AdamW or tierzero.wrap_optimizer"
+                )
         self.setup_precision_plugin()
+
+    def on_train_start(self) -> None:
+        """Random generators as they were saved: making the loaders' iterators anew has used them."""
+        if self.random is not None:
+            set_random_state(self.random)
+        self.random = None
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; the backward inside is the step's last."""
@@ -103,10 +116,45 @@ class TierzeroStrategy(SingleDeviceStrategy):
         with tz.no_sync(self.lightning_module) if more else nullcontext():
             return super().backward(*args, **kwargs)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: it is in the checkpoint's other part."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: it is in the checkpoint's other part."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Into the directory `filepath`, which is whole once it contains `tierzero`."""
+        super().save_checkpoint(checkpoint, Path(filepath, _REST), storage_options)
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None
+        tz.save(self.lightning_module, Path(filepath, _STATE), optimizers, overwrite=True, wait=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+        """A directory of `save_checkpoint`, or a file that Lightning wrote without this strategy."""
+        self.loading = Path(checkpoint_path) if Path(checkpoint_path).is_dir() else None
+        return super().load_checkpoint(Path(checkpoint_path, _REST) if self.loading else checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Weights and, when training goes on, optimizer states and random generators."""
+        if self.loading is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            tz.load(self.lightning_module, self.loading / _STATE, self.optimizers or None)
+            self.random = random_state() if self.optimizers else None
+
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """States go into the tiers, not to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
+            if self.loading is None:
+                optimizer.load_state_dict(state)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """A directory that `save_checkpoint` wrote, or a file."""
+        if Path(filepath, _STATE).is_dir():
+            shutil.rmtree(filepath)
+        else:
+            super().remove_checkpoint(filepath)
 
     def teardown(self) -> None:
         """The module stays in its tiers."""
