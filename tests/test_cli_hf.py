@@ -41,7 +41,7 @@ def test_incomplete_directories_are_said(present: list[str], said: str, tmp_path
 
 def test_parameters_go_to_meta_and_buffers_keep_their_values() -> None:
     """C23: what no checkpoint holds must not be lost."""
-    from tierzero.cli.hf import parameters_on_meta
+    from tierzero import parameters_on_meta
 
     class Toy(nn.Module):
         def __init__(self) -> None:

@@ -58,11 +58,14 @@ ROWS = [
         "tiers.faulty",
         "tiers.nvme",
         "tiers.config",
+        "tiers.readonly",
         "versions",
         "store",
     },
-    {"paged", "grads", "records", "generic", "share", "live", "pins", "gate", "states", "replaced"},
+    {"paged", "grads", "records", "generic", "share", "live", "pins", "gate", "states", "replaced", "meta"},
+    {"borrowed"},
     {"unit", "partition", "placement", "rows"},
+    {"parts"},
     {"fit", "unit_sizes"},
     {"phases"},
     {"forecast"},
@@ -92,7 +95,9 @@ ROWS = [
     {"refit"},
     {"engine"},
     {"measure"},
-    {"checkpoint.frozen_unit", "checkpoint.frozen", "checkpoint.snapshot", "checkpoint.safetensors", "planner", "api"},
+    {"initialize", "checkpoint.stored", "checkpoint.names", "checkpoint.writer"},
+    {"checkpoint.safetensors", "checkpoint.distributed", "checkpoint.frozen_unit", "checkpoint.frozen"},
+    {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner", "api"},
     {
         "checkpoint.boxes",
         "checkpoint.container",
@@ -137,6 +142,7 @@ INSIDE = {
     "tiers.faulty": {"tiers.base"},
     "tiers.nvme": {"tiers.base"},
     "tiers.config": {"directory"},
+    "tiers.readonly": {"tiers.base"},
     "tiers.base": {"tiers.nvme", "tiers.portable"},  # chosen at run time, inside a function
     "space": {"tiers.base"},
     "blocks": {"tiers.base"},
@@ -190,7 +196,7 @@ INSIDE = {
     "checkpoint.place": {"checkpoint.index"},
     "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
     "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
-    "api": {"checkpoint.snapshot", "checkpoint.safetensors"},
+    "api": {"checkpoint.snapshot"},
 }
 PURE = {  # no torch
     *(

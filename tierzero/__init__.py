@@ -9,7 +9,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tierzero.api import close as close
     from tierzero.api import commit as commit
-    from tierzero.api import initialize as initialize
     from tierzero.api import no_sync as no_sync
     from tierzero.api import offload as offload
     from tierzero.api import register_forward_method as register_forward_method
@@ -18,11 +17,13 @@ if TYPE_CHECKING:
     from tierzero.api import stats as stats
     from tierzero.api import synchronize as synchronize
     from tierzero.api import unsharded as unsharded
+    from tierzero.checkpoint.export import export as export
     from tierzero.checkpoint.load import load as load
-    from tierzero.checkpoint.safetensors import export_safetensors as export_safetensors
-    from tierzero.checkpoint.safetensors import load_safetensors as load_safetensors
     from tierzero.checkpoint.save import Saving as Saving
     from tierzero.checkpoint.save import save as save
+    from tierzero.checkpoint.weights import load_weights as load_weights
+    from tierzero.initialize import initialize as initialize
+    from tierzero.meta import parameters_on_meta as parameters_on_meta
     from tierzero.observe import serve_metrics as serve_metrics
     from tierzero.observe import trace as trace
     from tierzero.optim.adamw import AdamW as AdamW
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
 
 # loaded on first use: `tierzero --help` and `--version` need no torch
 _HOMES = {
-    "tierzero.api": "close commit initialize no_sync offload register_forward_method reset restore stats synchronize "
-    "unsharded",
-    "tierzero.checkpoint.safetensors": "export_safetensors load_safetensors",
+    "tierzero.api": "close commit no_sync offload register_forward_method reset restore stats synchronize unsharded",
+    "tierzero.checkpoint.export": "export",
     "tierzero.checkpoint.load": "load",
     "tierzero.checkpoint.save": "Saving save",
+    "tierzero.checkpoint.weights": "load_weights",
+    "tierzero.initialize": "initialize",
+    "tierzero.meta": "parameters_on_meta",
     "tierzero.optim.adamw": "AdamW",
     "tierzero.optim.clip": "clip_grad_norm_",
     "tierzero.optim.generic": "wrap_optimizer",

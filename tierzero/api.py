@@ -47,7 +47,7 @@ def offload(
     may be on the meta device.
     overwrite: give up the snapshots of an earlier run in the same directory.
 
-    A model on the meta device starts without values: give it some with `initialize`, `load_safetensors` or
+    A model on the meta device starts without values: give it some with `initialize`, `load` or
     `load_state_dict`. Raises BudgetError naming the smallest budget that works, StoreError and its kin for the NVMe
     directory, OSError for a full disk, ValueError for micro_batches below 1; the model is then unchanged.
     """
@@ -137,7 +137,7 @@ def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
         engine.pager.mark_stale(unit)
 
 
-def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
+def _write_back(engine: Engine, unit: Unit) -> None:
     engine.pager.settle(unit)  # its parameters came before its masters were written
     engine.pager.free_records(unit)
     for index, live in enumerate(unit.live):
@@ -145,7 +145,7 @@ def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
         if not value.numel():
             unit.blank.discard(index)
             continue
-        if not all_of_it and index not in unit.blank:
+        if index not in unit.blank:
             same = torch.equal(
                 engine.run(unit.read_param(index)).view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
             )
@@ -153,45 +153,6 @@ def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
                 continue
         engine.run(unit.write_param(index, value))
         unit.version += 1
-
-
-def initialize(model: nn.Module) -> None:
-    """Give a meta model its initial values: `reset_parameters()` of every module that has parameters of its own, in
-    module order, unit by unit.
-
-    Under the same torch seed the values equal those of the plain model reset in the same order on the CPU.
-    """
-    engine = open_engine(model)
-    for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)) and not callable(
-            getattr(module, "reset_parameters", None)
-        ):
-            raise TierzeroError(
-                f"module {name or type(model).__name__} ({type(module).__name__}) has parameters and no "
-                "reset_parameters() to give them values"
-            )
-    held: list[Unit] = []
-    hold = Hold()
-    done = False
-    try:
-        for module in model.modules():
-            if not any(True for _ in module.parameters(recurse=False)):
-                continue
-            units = _units_of(module, recurse=False)
-            if any(unit not in held for unit in units):
-                while held:
-                    _write_back(engine, held[-1], all_of_it=True)
-                    _let_go(engine, held.pop(), hold, changed=False)
-                for unit in units:
-                    _acquire(engine, unit, hold, held)
-            with torch.no_grad():
-                module.reset_parameters()  # type: ignore[operator]
-        for unit in held:
-            _write_back(engine, unit, all_of_it=True)
-        done = True
-    finally:
-        for unit in reversed(held):
-            _let_go(engine, unit, hold, changed=not done)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

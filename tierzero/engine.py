@@ -43,7 +43,7 @@ from tierzero.unit_sizes import unit_sizes, units_in_pieces
 from tierzero.updates import UpdateQueue
 
 T = TypeVar("T")
-REGIONS = ("param", "frozen", "fp32")
+_COUNTED = ("bytes_read", "bytes_written", "read_ns", "write_ns")
 
 
 class Engine:
@@ -85,6 +85,7 @@ class Engine:
             cuda=self.device.type == "cuda",
             activations=tiers.activation_bytes(),
         )
+        self.last_save: Any = None  # a Saving
         self.at_end: list[Any] = []  # what takes it apart, last first
         try:
             self._build(model, parts, directories, resume, overwrite)
@@ -122,6 +123,7 @@ class Engine:
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
         self.homes = Homes(self.store, self.arena, self.metrics, placement.chunk)
+        self.at_end.append(self.homes.files.close)
         self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
         self.states = States(self, [unit.layout for unit in self.units])
         self.streamed = self.states.streamed()
@@ -289,20 +291,20 @@ class Engine:
 
     def moved(self) -> tuple[int, int]:
         """(bytes read, bytes written) on NVMe since `offload`."""
-        totals = self._drives()
-        return totals.read, totals.written
+        return (totals := self._drives()).read, totals.written
 
     def _drives(self) -> DriveTotals:
         if os.getpid() != self._pid:
             return DriveTotals()  # they are the parent's
+        borrowed = self.homes.files.bytes_read
         if self.io is not None:
-            found = self.io.counters()
-            return DriveTotals(found["bytes_read"], found["bytes_written"], found["read_ns"], found["write_ns"])
+            read, written, *busy = map(self.io.counters().__getitem__, _COUNTED)
+            return DriveTotals(read + borrowed, written, *busy)
         files = [self.store.file] if self.store is not None else []
         spill = self.activations.pool.spill if self.activations is not None else None
         files += [spill.file] if spill is not None and spill.file is not None else []
-        moved = (sum(getattr(file, name) for file in files) for name in ("bytes_read", "bytes_written"))
-        return DriveTotals(*moved, *(sum(file.busy_ns[kind] for file in files) for kind in (0, 1)))
+        read, written = (sum(getattr(file, name) for file in files) for name in _COUNTED[:2])
+        return DriveTotals(read + borrowed, written, *(sum(file.busy_ns[kind] for file in files) for kind in (0, 1)))
 
     def close(self) -> None:
         """Finish what is queued, free everything, release the store. The model's parameters stay at rest and
@@ -323,7 +325,7 @@ class Engine:
             self._finalizer()
 
 
-# An engine lives as long as its model: it is reached through the model's parameters, and this set holds it only weakly.
+# An engine lives as long as its model: it is reached through the model's parameters; this set holds it only weakly.
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierzero.borrowed import FrozenRecord
 from tierzero.errors import StoreError
 from tierzero.generic import GenericState, kept_from
 from tierzero.manifest import Snapshot
@@ -35,8 +36,12 @@ class Homes(StateHomes):
             record = unit.records.get(region)
             if record is None:
                 assert self.store is not None
+                blank = len(members) == sum(params[index].is_meta for index, _ in members)
+                if blank and region == "frozen":  # it may stay in the file that it is loaded from
+                    unit.records[region] = FrozenRecord(self.store, f"{unit.name}/{region}", nbytes, self.metrics)
+                    continue
                 record = unit.records[region] = DiskRecord(self.store, f"{unit.name}/{region}", nbytes, self.metrics)
-                if len(members) == sum(params[index].is_meta for index, _ in members):
+                if blank:
                     self.store.create(record.name, nbytes)
                     continue
                 data = torch.zeros(nbytes, dtype=torch.uint8)
@@ -59,6 +64,7 @@ class Homes(StateHomes):
         assert store is not None
         name = f"{unit.name}/state"
         gone = []
+        borrowed = store.resumed.meta["engine"].get("borrowed", {}) if store.resumed is not None else {}
         if name in store.current:
             assert self.format is not None
             format = replace(self.format, master="split" if split else "f32")
@@ -76,6 +82,8 @@ class Homes(StateHomes):
                     gone.append(stored)
                 else:
                     unit.records[region] = record_on_disk
+            elif stored in borrowed:
+                await self._borrow_again(unit, region, borrowed[stored])
             elif region == "fp32" and unit.state is not None:
                 if host is not None:
                     assert isinstance(host, HostRecord)
@@ -91,6 +99,37 @@ class Homes(StateHomes):
                 gone.append(name)
         for stored in gone:
             store.remove(stored)
+
+    async def _borrow_again(self, unit: Unit, region: str, described: dict[str, Any]) -> None:
+        """Take a region from the files that the snapshot names."""
+        there, host = self.files.reopened(described), unit.records.get(region)
+        if isinstance(host, HostRecord):
+            self.metrics.add("nvme_read_expected", host.nbytes)
+            await there.read(0, host.data)
+            host.origin = (host.version, there)
+        else:
+            assert self.store is not None
+            nbytes = unit.layout.region_bytes(region)
+            record = unit.records[region] = FrozenRecord(self.store, f"{unit.name}/{region}", nbytes, self.metrics)
+            record.borrow(there)
+
+    async def settle_borrowed(self, units: list[Unit]) -> None:
+        """Copy into the store what a snapshot could not name."""
+        for unit in units:
+            for record in unit.records.values():
+                if isinstance(record, FrozenRecord):
+                    await record.settle()
+
+    def borrowed(self, units: list[Unit]) -> dict[str, Any]:
+        """What a snapshot names in place of holding it, by record."""
+        found = {}
+        for unit in units:
+            for region, record in unit.records.items():
+                if isinstance(record, FrozenRecord) and record.borrowed is not None:
+                    found[record.name] = record.borrowed.describe()
+                elif isinstance(record, HostRecord) and _as_in_file(record):
+                    found[f"{unit.name}/{region}"] = record.origin[1].describe()  # type: ignore[index]
+        return found
 
     # -- states of other optimizers; see generic.py
 
@@ -192,13 +231,20 @@ class Homes(StateHomes):
 
 def _in_host(units: list[Unit]) -> Iterator[tuple[str, HostRecord]]:
     """The records of `units` that lie in host memory, by their names in the store. A float32 parameter with optimizer
-    state is its master there.
+    state is its master there; what is in a file that a snapshot can name needs no place there.
     """
     for unit in units:
         for region, record in unit.records.items():
-            if isinstance(record, HostRecord) and not (region == "fp32" and unit.state is not None):
+            if not isinstance(record, HostRecord) or _as_in_file(record):
+                continue
+            if not (region == "fp32" and unit.state is not None):
                 yield f"{unit.name}/{region}", record
         if unit.state is not None and isinstance(unit.state.record, HostRecord):
             yield f"{unit.name}/state", unit.state.record
         if unit.generic is not None and isinstance(unit.generic.record, HostRecord):
             yield f"{unit.name}/optim", unit.generic.record
+
+
+def _as_in_file(record: HostRecord) -> bool:
+    """Whether its bytes are those of a file that is still in its place."""
+    return record.origin is not None and record.origin[0] == record.version and bool(record.origin[1].in_place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +31,8 @@ class Record(Protocol):
 class HostRecord:
     """A record in host memory: `data` is uint8[nbytes] in the host arena.
 
-    `version` counts the changes: whoever changes `data` itself adds one.
+    `version` counts the changes: whoever changes `data` itself adds one. `origin` is (version, the Borrowed bytes that
+    they were then), None if they came from no file.
     """
 
     on_disk = False
@@ -40,6 +41,7 @@ class HostRecord:
         self.data = data
         self.nbytes = data.numel()
         self.version = 0
+        self.origin: tuple[int, Any] | None = None
 
     async def read(self, offset: int, out: torch.Tensor) -> None:
         out.copy_(self.data[offset : offset + out.numel()])

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
+from tierzero.borrowed import BorrowedFiles
 from tierzero.checksum import Sums, checksum, combine
 from tierzero.errors import BudgetError
 from tierzero.extents import Extent
@@ -29,6 +30,7 @@ class StateHomes:
         self.share = HostShare(arena, metrics.host_budget)
         self.metrics = metrics
         self.chunk = chunk
+        self.files = BorrowedFiles()
         self.format: StateFormat | None = None  # of the model's optimizer states; None before there are any
         self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 

@@ -208,8 +208,7 @@ class Unit:
         if self.blank:
             raise TierzeroError(
                 f"parameter {self.names[min(self.blank)]} was never given a value: the model was on the meta device "
-                "when it was offloaded; "
-                "call tierzero.initialize(model) or tierzero.load_safetensors(model, path) before training"
+                "when it was offloaded; call tierzero.initialize(model) or tierzero.load(model, path) before training"
             )
 
     # -- bytes at rest -------------------------------------------------------------------------------------------------

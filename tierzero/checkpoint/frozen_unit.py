@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tierzero.borrowed import FrozenRecord
 from tierzero.errors import TierzeroError
 from tierzero.extents import Extent
 from tierzero.gate import Gate
@@ -43,6 +44,22 @@ class HeldRecord:
 
     async def write(self, offset: int, data: torch.Tensor) -> None:
         raise TierzeroError("what is being saved cannot be written; please report this as a bug")
+
+
+class HeldSpans:
+    """A frozen region whose bytes lie in files of others, whatever becomes of the region."""
+
+    on_disk = True
+
+    def __init__(self, record: FrozenRecord) -> None:
+        self.borrowed = record.borrowed
+        self.metrics = record.metrics
+
+    async def read(self, offset: int, out: torch.Tensor) -> None:
+        """As FrozenRecord's."""
+        assert self.borrowed is not None
+        self.metrics.add("nvme_read_expected", out.numel())
+        await self.borrowed.read(offset, out)
 
 
 @dataclass(frozen=True)
@@ -160,6 +177,8 @@ class FrozenUnit:
     def _hold(self, record: HostRecord | DiskRecord) -> Any:
         if isinstance(record, HostRecord):
             return record
+        if isinstance(record, FrozenRecord) and not record.owned:
+            return HeldSpans(record)
         extent = record.store.current[record.name]
         record.store.space.hold(extent)
         self._extents.append(extent)

@@ -16,7 +16,7 @@ from tierzero.checkpoint.contents import EXTRA, optimizers_of, others_of
 from tierzero.checkpoint.index import StoredTensor, read_head
 from tierzero.checkpoint.randomness import set_random_state
 from tierzero.checkpoint.reader import Reader
-from tierzero.checkpoint.safetensors import load_safetensors
+from tierzero.checkpoint.weights import load_weights
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
 from tierzero.errors import TierzeroError
@@ -46,8 +46,8 @@ def load(
     load_state_dict().
 
     Everything is checked before anything is changed: names, shapes and dtypes against the model, and with `verify` all
-    bytes against their checksums, which reads them one more time. A path that holds no such checkpoint is taken for
-    safetensors weights.
+    bytes against their checksums, which reads them one more time. A path that holds no such checkpoint goes to
+    `load_weights`: safetensors, or what torch.distributed.checkpoint has written.
 
     Raises TierzeroError naming the first parameter, group or state that differs, StoreCorruptError naming the file and
     tensor that is damaged, FileNotFoundError if nothing is there. After an OSError in the middle the model holds part
@@ -61,7 +61,7 @@ def load(
                 f"{directory} is no checkpoint that tierzero.save has written, so it has no optimizer states to go on "
                 "from: load the weights alone, tierzero.load(model, path)"
             )
-        load_safetensors(model, path)
+        load_weights(model, path)
         return {}
     with engine.metrics.inside(SAVE, "save", f"load {path}"), Reader(directory) as reader, torch.no_grad():
         return Loading(engine, model, reader, optimizers_of(optimizer), dict(states or {})).run(random, verify)

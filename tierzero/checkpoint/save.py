@@ -14,7 +14,6 @@ import errno
 import json
 import logging
 import os
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,12 +25,12 @@ from torch import nn
 import tierzero
 from tierzero.api import open_engine
 from tierzero.checkpoint.contents import Contents, gather
+from tierzero.checkpoint.data_file import Section, Writer, lay_out
 from tierzero.checkpoint.frozen import Frozen, freeze
 from tierzero.checkpoint.index import DATA, INDEX, METADATA, Index, to_bytes
 from tierzero.checkpoint.metadata import metadata_bytes
 from tierzero.checkpoint.place import Place, next_sequence, prune
 from tierzero.checkpoint.randomness import random_state
-from tierzero.checkpoint.data_file import Section, Writer, lay_out
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
 from tierzero.errors import naming
@@ -39,8 +38,6 @@ from tierzero.native import NATIVE
 from tierzero.tiers.base import open_block_file
 
 log = logging.getLogger("tierzero")
-
-_LAST: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()
 
 
 def save(
@@ -78,9 +75,8 @@ def save(
     room; and what an earlier save of the model failed with, if nobody has seen that.
     """
     engine = open_engine(model)
-    before = _LAST.get(engine)
-    if before is not None:
-        before.result()
+    if engine.last_save is not None:
+        engine.last_save.result()
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep}: it counts the checkpoint that is being saved")
     given = dict(meta or {})
@@ -149,7 +145,7 @@ class Saving:
 
     def begin(self) -> None:
         """Start, and return when the caller's own tensors are in the file."""
-        _LAST[self._engine] = self
+        self._engine.last_save = self
         for ends in (self._engine.closing, self._engine.at_end):  # close(), and a process or model that just ends
             ends.append(self._closing)
 

@@ -56,8 +56,10 @@ def commit(engine: Engine, optimizer: Optimizers, name: str, meta: dict[str, Any
         ) from error
     engine.pager.synchronize()
     engine.reserve_for_snapshot()
+    engine.run(engine.homes.settle_borrowed(engine.units))
     own = {
         **describe(engine.units, engine.placement.chunk),
+        "borrowed": engine.homes.borrowed(engine.units),
         "state": engine.states.describe(),
         "steps": {unit.name: unit.steps for unit in engine.units},
         "generic": {unit.name: unit.generic.describe() for unit in engine.units if unit.generic is not None},

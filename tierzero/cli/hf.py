@@ -7,14 +7,11 @@ import importlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tierzero.cli.config import Config
 from tierzero.cli.data import TokenCorpus, standard_library, text_files
@@ -65,7 +62,9 @@ class HuggingFaceTask:
 
     def build(self) -> nn.Module:
         dtype = DTYPES[self.config.train.dtype]
-        with parameters_on_meta():
+        import tierzero as tz
+
+        with tz.parameters_on_meta():
             model: nn.Module = self.transformers.AutoModelForCausalLM.from_config(self.hf_config, dtype=dtype)
         model.config.use_cache = False  # type: ignore[union-attr]
         if self.config.checkpoints_layers and getattr(model, "supports_gradient_checkpointing", False):
@@ -75,7 +74,7 @@ class HuggingFaceTask:
     def fill(self, model: nn.Module) -> None:
         import tierzero as tz
 
-        tz.load_safetensors(model, self.folder)
+        tz.load_weights(model, self.folder)
 
     def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
         out: Tensor = model(input_ids=tokens, labels=tokens).loss
@@ -132,25 +131,6 @@ def import_transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(f"model.path needs transformers ({error}): pip install 'tierzero[hf]'") from None
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside get parameters on the meta device, and buffers (rotary tables, say) with real values.
-
-    Building everything on meta would lose the values of buffers that no checkpoint holds.
-    """
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def tokenise(tokenizer: Any, files: list[Path], out: Path, name: str) -> TokenCorpus:

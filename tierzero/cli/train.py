@@ -166,7 +166,7 @@ class Session:
             write_atomically(out / "sample.txt", text + "\n")
         self.view.phase(f"exporting to {out / 'export'}")
         make_directory(out / "export")
-        tz.export_safetensors(self.model, out / "export" / "model.safetensors")
+        tz.export(self.model, out / "export")
         self.task.export_files(out / "export")
         summary["rss_peak"] = memory.resident_peak()  # sampling and export included
         write_json(out / "summary.json", summary)

@@ -1,0 +1,237 @@
+"""A model's weights as safetensors shards, as transformers lays them out, streamed out of the tiers.
+
+Note [one export or the other]
+Files are written under names that nothing has, made durable, and then switched: a reader finds the export before this
+one or this one, whole, at every moment. Readers look for model.safetensors first and for the index second; so the
+switch is the rename of the one file, or the rename of the index and the removal of an older single file. Only then are
+the files of the export before removed.
+
+Note [tied names]
+A tensor with several names is written once, under the first of them. The others are listed in the metadata of its file,
+as safetensors.torch.save_model does ({other name: name}) and load_model understands, and in that of the index.
+transformers ties them again itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tierzero.checkpoint.safetensors import DTYPES, INDEX, SINGLE, read_safetensors
+from tierzero.checkpoint.writer import SequentialFile
+from tierzero.errors import StoreCorruptError, StoreError, TierzeroError
+from tierzero.live import LiveParameter
+from tierzero.parts import read_in_parts, unit_of
+from tierzero.sizes import format_size, parse_size
+
+_MARK = "tierzero"  # in the metadata of what was exported
+
+
+@dataclass
+class _Shard:
+    """The tensors of one file, with the names that each has besides."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard: int | str = "5GB",
+    tied: str = "list",
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the model's state dict as safetensors: to one file if `path` ends in .safetensors, else into the directory
+    `path`, as model.safetensors or as shards of at most `max_shard` bytes (a larger tensor has one to itself) with
+    model.safetensors.index.json, as transformers writes and reads them. Returns the path.
+
+    tied: "list" writes a tensor with several names once, see Note [tied names]; "copy" writes it under each name, for
+    readers that know nothing of ties. metadata: strings for the header.
+    overwrite: replace weights that are not an earlier export. Other files in the directory are left alone.
+
+    16 MiB are in memory at a time. Waits for queued updates. What was at `path` stands until the new files are whole
+    and durable; see Note [one export or the other]. Raises OSError(ENOSPC) before anything is written where the drive
+    has no room, StoreError for foreign weights in the way, TierzeroError for what safetensors cannot hold.
+    """
+    target = Path(path)
+    if tied not in ("list", "copy"):
+        raise ValueError(f'tied must be "list" or "copy", got {tied!r}')
+    limit = parse_size(max_shard, what="max_shard")
+    single = target.suffix == ".safetensors"
+    shards = _shards(model, None if single else max(limit, 1), tied == "copy")
+    folder = target.parent if single else target
+    before = [] if overwrite and single else _before(target, single, overwrite)
+    _check_room(folder, sum(shard.nbytes for shard in shards))
+    folder.mkdir(parents=True, exist_ok=True)
+    marks = {"format": "pt", _MARK: "export", **(metadata or {})}
+    names = _names(folder, len(shards))
+    parts = [folder / f".{name}.{os.getpid()}.part" for name in names]
+    try:
+        for shard, part in zip(shards, parts, strict=True):
+            _write(part, shard, marks)
+        if single:
+            os.replace(parts[0], target)
+        else:
+            _switch(folder, shards, parts, names, before)
+        _sync(folder)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+    return target
+
+
+def _shards(model: nn.Module, limit: int | None, copies: bool) -> list[_Shard]:
+    """The state dict in its order, cut at `limit` bytes."""
+    shards = [_Shard()]
+    first: dict[object, tuple[str, _Shard]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TierzeroError(
+                f"{name} in the model's state dict is a {type(tensor).__name__}, which safetensors cannot hold; save "
+                "this model with torch.save(model.state_dict(), path)"
+            )
+        if isinstance(tensor, LiveParameter):
+            raise TierzeroError(f"{name} is in use by a forward or an `unsharded` block: export after it, not inside")
+        if tensor.dtype not in DTYPES:
+            raise TierzeroError(f"{name} is {tensor.dtype}, which safetensors export does not know; convert it first")
+        found = unit_of(tensor)
+        if found is not None and found[1] in found[0].blank:
+            raise TierzeroError(
+                f"{name} was never given a value: call tierzero.initialize(model) or tierzero.load(model, path) first"
+            )
+        key = found or (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if not copies and tensor.numel() and key in first:
+            kept, shard = first[key]
+            shard.ties[name] = kept
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if limit is not None and shards[-1].tensors and shards[-1].nbytes + nbytes > limit:
+            shards.append(_Shard())
+        shards[-1].tensors[name] = tensor
+        shards[-1].nbytes += nbytes
+        first[key] = (name, shards[-1])
+    return shards
+
+
+def _names(folder: Path, count: int) -> list[str]:
+    """What the files will be called: as transformers does, or with a number where those names are taken."""
+    if count == 1:
+        return [SINGLE]
+    generation = 0
+    while True:
+        stem = "model" if not generation else f"model.{generation}"
+        names = [f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
+        if not any((folder / name).exists() for name in names):
+            return names
+        generation += 1
+
+
+def _before(target: Path, single: bool, overwrite: bool) -> list[Path]:
+    """The weights at `target`, all of them of earlier exports (or of anybody with `overwrite`); StoreError else."""
+    if single:
+        there = [target] if target.exists() else []
+    elif target.exists() and not target.is_dir():
+        raise StoreError(f"{target} is a file: give export() a directory, or a name that ends in .safetensors")
+    else:
+        kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth", INDEX)
+        there = sorted(path for kind in kinds for path in target.glob(kind))
+    ours = [path for path in there if path.name == INDEX or (path.suffix == ".safetensors" and _is_ours(path))]
+    foreign = [path for path in there if path not in ours]
+    if foreign and not overwrite:
+        raise StoreError(
+            f"{foreign[0]} is there already and is no earlier export: export to another directory, or pass "
+            "overwrite=True to replace it"
+        )
+    return [path for path in there if path.suffix == ".safetensors" or path.name == INDEX]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return read_safetensors(path)[1].get(_MARK) == "export"
+    except (OSError, TierzeroError):
+        return False
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    there = folder
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    need = nbytes + (1 << 20)
+    if free < need:
+        raise OSError(
+            errno.ENOSPC,
+            f"the export takes {format_size(need)} and there are {format_size(free)} free; make room, or export to "
+            "another drive",
+            str(folder),
+        )
+
+
+def _write(part: Path, shard: _Shard, marks: Mapping[str, str]) -> None:
+    header: dict[str, object] = {"__metadata__": {**marks, **shard.ties}}
+    offset = 0
+    for name, tensor in shard.tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        place = [offset, offset + nbytes]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        offset += nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with SequentialFile(part) as out:
+        out.write(torch.frombuffer(bytearray(len(raw).to_bytes(8, "little") + raw), dtype=torch.uint8))
+        for tensor in shard.tensors.values():
+            for values in read_in_parts(tensor):
+                out.write(values.view(torch.uint8))
+        out.finish()
+    written, _ = read_safetensors(part)
+    if written.keys() != shard.tensors.keys():
+        raise StoreCorruptError(f"{part} does not read back as it was written: check the drive, and export again")
+
+
+def _switch(folder: Path, shards: list[_Shard], parts: list[Path], names: list[str], before: list[Path]) -> None:
+    """Put the new files in the place of those `before`; see Note [one export or the other]."""
+    if len(shards) > 1:
+        for part, name in zip(parts, names, strict=True):
+            os.replace(part, folder / name)
+        placed = {key: name for shard, name in zip(shards, names, strict=True) for key in shard.tensors}
+        ties = {other: name for shard in shards for other, name in shard.ties.items()}
+        index = {
+            "metadata": {"total_size": sum(shard.nbytes for shard in shards), **({"tied": ties} if ties else {})},
+            "weight_map": placed,
+        }
+        fresh = folder / f".{INDEX}.{os.getpid()}.part"
+        fresh.write_text(json.dumps(index, indent=2) + "\n")
+        with open(fresh, "rb") as written:
+            os.fsync(written.fileno())
+        _sync(folder)
+        os.replace(fresh, folder / INDEX)
+        (folder / SINGLE).unlink(missing_ok=True)
+        kept = {INDEX, *names}
+    else:
+        os.replace(parts[0], folder / SINGLE)
+        kept = {SINGLE}
+    _sync(folder)
+    for path in before:
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
