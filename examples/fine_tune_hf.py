@@ -10,20 +10,20 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
 import tierzero as tz
 
 
-def load(folder: Path | None, text: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The model in bfloat16, and the text as its tokens."""
+def describe(folder: Path | None, text: str) -> tuple[PretrainedConfig, torch.Tensor]:
+    """The model's configuration, and the text as its tokens."""
     if folder is not None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        return model, torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+        tokens = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+        return AutoConfig.from_pretrained(folder), torch.tensor(tokens)
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4
     )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), torch.tensor(list(text.encode()))
+    return config, torch.tensor(list(text.encode()))
 
 
 def main() -> None:
@@ -40,10 +40,16 @@ def main() -> None:
 
     torch.manual_seed(0)
     text = (args.text or Path(sysconfig.get_path("stdlib"), "argparse.py")).read_text()
-    model, tokens = load(args.model, text)
-    model.gradient_checkpointing_enable()  # activations are not tierzero's unless Tiers(activations=...) says so
+    config, tokens = describe(args.model, text)
+    with tz.parameters_on_meta():  # it is never whole in memory; a model of from_pretrained works as well
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.gradient_checkpointing_enable()
 
     tz.offload(model, tz.Tiers(nvme=args.nvme or args.out / "store", host=args.host, device=args.device))  # 1
+    if args.model:
+        tz.load(model, args.model)  # one tensor at a time
+    else:
+        tz.initialize(model, init=model._init_weights)
     opt = tz.AdamW(model.parameters(), lr=2e-5 if args.model else 3e-3, weight_decay=0.1)  # 2
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.steps)
 
@@ -62,7 +68,7 @@ def main() -> None:
         opt.zero_grad()
         print(f"step {step + 1} of {args.steps}, loss {total:.3f}")
 
-    tz.export_safetensors(model, args.out / "export" / "model.safetensors")  # 4, loads with from_pretrained
+    tz.export(model, args.out / "export")  # 4, from_pretrained loads it
     model.config.save_pretrained(args.out / "export")
     tz.close(model)  # 5
     print(f"trained model in {args.out / 'export'}")

@@ -58,5 +58,5 @@ stats = tz.stats(model)
 print(f"{stats['steps']} steps, {stats['nvme_read']:,} bytes read from the drive, {stats['nvme_written']:,} written")
 
 # %% Keep the weights, free everything
-tz.export_safetensors(model, nvme / "model.safetensors")
+tz.export(model, nvme / "model.safetensors")
 tz.close(model)

@@ -118,7 +118,7 @@ class TierzeroTrainer(Trainer):
         params = self.model.named_parameters(remove_duplicate=False) if adapter else ()
         super()._save(where, {name: param.detach().clone() for name, param in params if param.requires_grad})
         if not adapter:
-            tz.export_safetensors(self.model, os.path.join(where, "model.safetensors"))
+            tz.export(self.model, where, overwrite=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         wait = self.args.save_total_limit is not None  # older checkpoints are removed next
