@@ -128,12 +128,16 @@ class TierzeroStrategy(SingleDeviceStrategy):
         """Into the directory `filepath`, which is whole once it contains `tierzero`."""
         super().save_checkpoint(checkpoint, Path(filepath, _REST), storage_options)
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
-        tz.save(self.lightning_module, Path(filepath, _STATE), optimizers, overwrite=True, wait=True)
+        meta = {"step": checkpoint["global_step"]}
+        tz.save(self.lightning_module, Path(filepath, _STATE), optimizers, meta=meta, overwrite=True, wait=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """A directory of `save_checkpoint`, or a file that Lightning wrote without this strategy."""
         self.loading = Path(checkpoint_path) if Path(checkpoint_path).is_dir() else None
-        return super().load_checkpoint(Path(checkpoint_path, _REST) if self.loading else checkpoint_path, weights_only)
+        found: dict[str, Any] = super().load_checkpoint(
+            Path(checkpoint_path, _REST) if self.loading else checkpoint_path, weights_only
+        )
+        return found
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Weights and, when training goes on, optimizer states and random generators."""

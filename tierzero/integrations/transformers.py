@@ -104,17 +104,17 @@ class TierzeroTrainer(Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return tz.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; True resumes from the last checkpoint that is whole."""
         if resume_from_checkpoint is True:
-            there = sort_checkpoints(self.args.output_dir)
+            there = sort_checkpoints(str(self.args.output_dir))
             whole = [path for path in there if os.path.isdir(os.path.join(path, _STATE))]
             resume_from_checkpoint = whole[-1] if whole else True
-        return super().train(resume_from_checkpoint, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The directory that Trainer writes, one tensor in memory at a time; of a PEFT model the adapter."""
-        where, adapter = output_dir or self.args.output_dir, hasattr(self.model, "peft_config")
+        where, adapter = output_dir or str(self.args.output_dir), hasattr(self.model, "peft_config")
         params = self.model.named_parameters(remove_duplicate=False) if adapter else ()
         super()._save(where, {name: param.detach().clone() for name, param in params if param.requires_grad})
         if not adapter:
@@ -122,8 +122,10 @@ class TierzeroTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         wait = self.args.save_total_limit is not None  # older checkpoints are removed next
-        states = {"scheduler": self.lr_scheduler}
-        tz.save(self.model, os.path.join(output_dir, _STATE), self.tiered, states=states, random=False, wait=wait)
+        states, meta = {"scheduler": self.lr_scheduler}, {"step": self.state.global_step}
+        tz.save(
+            self.model, os.path.join(output_dir, _STATE), self.tiered, states=states, meta=meta, random=False, wait=wait
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not os.path.isdir(os.path.join(resume_from_checkpoint, _STATE)):  # Trainer's own
