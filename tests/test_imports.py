@@ -120,6 +120,7 @@ ROWS = [
     },
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
+    {"integrations.transformers", "integrations.lightning"},
     {"bench.scratch", "bench.fio", "bench.depths"},
     {"bench.stream"},
     {"bench.search"},

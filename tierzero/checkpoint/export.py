@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from tierzero.checkpoint.safetensors import DTYPES, INDEX, SINGLE, read_safetens
 from tierzero.checkpoint.writer import SequentialFile
 from tierzero.errors import StoreCorruptError, StoreError, TierzeroError
 from tierzero.live import LiveParameter
+from tierzero.paged import Paged
 from tierzero.parts import read_in_parts, unit_of
 from tierzero.sizes import format_size, parse_size
 
@@ -65,12 +67,26 @@ def export(
     and durable; see Note [one export or the other]. Raises OSError(ENOSPC) before anything is written where the drive
     has no room, StoreError for foreign weights in the way, TierzeroError for what safetensors cannot hold.
     """
+    tensors = model.state_dict(keep_vars=True)
+    return export_tensors(tensors, path, max_shard=max_shard, tied=tied, metadata=metadata, overwrite=overwrite)
+
+
+def export_tensors(
+    tensors: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    max_shard: int | str = "5GB",
+    tied: str = "list",
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """As `export`, of a state dict's tensors."""
     target = Path(path)
     if tied not in ("list", "copy"):
         raise ValueError(f'tied must be "list" or "copy", got {tied!r}')
     limit = parse_size(max_shard, what="max_shard")
     single = target.suffix == ".safetensors"
-    shards = _shards(model, None if single else max(limit, 1), tied == "copy")
+    shards = _shards(tensors, None if single else max(limit, 1), tied == "copy")
     folder = target.parent if single else target
     before = [] if overwrite and single else _before(target, single, overwrite)
     _check_room(folder, sum(shard.nbytes for shard in shards))
@@ -92,11 +108,11 @@ def export(
     return target
 
 
-def _shards(model: nn.Module, limit: int | None, copies: bool) -> list[_Shard]:
-    """The state dict in its order, cut at `limit` bytes."""
+def _shards(tensors: Mapping[str, Any], limit: int | None, copies: bool) -> list[_Shard]:
+    """The tensors in their order, cut at `limit` bytes."""
     shards = [_Shard()]
     first: dict[object, tuple[str, _Shard]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TierzeroError(
                 f"{name} in the model's state dict is a {type(tensor).__name__}, which safetensors cannot hold; save "
@@ -111,7 +127,7 @@ def _shards(model: nn.Module, limit: int | None, copies: bool) -> list[_Shard]:
             raise TierzeroError(
                 f"{name} was never given a value: call tierzero.initialize(model) or tierzero.load(model, path) first"
             )
-        key = found or (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        key: object = found or tensor.source if isinstance(tensor, Paged) else _place(tensor)
         if not copies and tensor.numel() and key in first:
             kept, shard = first[key]
             shard.ties[name] = kept
@@ -123,6 +139,10 @@ def _shards(model: nn.Module, limit: int | None, copies: bool) -> list[_Shard]:
         shards[-1].nbytes += nbytes
         first[key] = (name, shards[-1])
     return shards
+
+
+def _place(tensor: torch.Tensor) -> object:
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _names(folder: Path, count: int) -> list[str]:

@@ -59,10 +59,10 @@ class Place:
             raise StoreError(
                 f"there is a checkpoint in {target} already: save to another path, or give overwrite=True to replace it"
             )
-        strange = _strange(target)
-        if strange:
+        others = strange(target)
+        if others:
             raise StoreError(
-                f"the checkpoint in {target} is not replaced: its directory contains {strange[0]}, which no save has "
+                f"the checkpoint in {target} is not replaced: its directory contains {others[0]}, which no save has "
                 "written. Move that away, or save to another path"
             )
 
@@ -122,13 +122,11 @@ def checkpoints_in(parent: Path) -> list[tuple[int, Path]]:
 def prune(parent: Path, keep: int) -> None:
     """Delete all but the last `keep` checkpoints in `parent`. One with files of somebody else is kept, and said so."""
     for _, path in checkpoints_in(parent)[:-keep]:
-        strange = _strange(path)
-        if strange:
-            log.warning("%s is not deleted: it contains %s, which no save has written", path, strange[0])
+        others = strange(path)
+        if others:
+            log.warning("%s is not deleted: it contains %s, which no save has written", path, others[0])
             continue
-        gone = _beside(path)
-        os.rename(path, gone)
-        remove(gone)
+        discard(path)
 
 
 def sweep(parent: Path) -> None:
@@ -137,7 +135,7 @@ def sweep(parent: Path) -> None:
     """
     for path in sorted(parent.iterdir()):
         match = _BESIDE.fullmatch(path.name)
-        if match is None or not _is_directory(path) or _strange(path):
+        if match is None or not _is_directory(path) or strange(path):
             continue
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -151,6 +149,19 @@ def sweep(parent: Path) -> None:
             continue  # a save that goes on
         finally:
             os.close(lock)
+
+
+def written_beside(path: Path) -> str | None:
+    """The name that a directory is to get, or had; None if it is no such one. See Note [names beside]."""
+    match = _BESIDE.fullmatch(path.name)
+    return match[1] if match is not None else None
+
+
+def discard(path: Path) -> None:
+    """Delete a whole checkpoint so that whatever happens it is there or not."""
+    gone = _beside(path)
+    os.rename(path, gone)
+    remove(gone)
 
 
 def remove(path: Path) -> None:
@@ -181,7 +192,7 @@ def _is_whole(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def _strange(path: Path) -> list[str]:
+def strange(path: Path) -> list[str]:
     """The names in a directory that no checkpoint has."""
     return sorted(one.name for one in path.iterdir() if one.name not in OURS or one.is_symlink() or not one.is_file())
 

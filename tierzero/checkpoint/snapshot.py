@@ -51,6 +51,7 @@ def snapshot(
     own = {
         **describe(engine.units, engine.placement.chunk),
         "borrowed": engine.homes.borrowed(engine.units),
+        "tied": _tied(engine),
         "state": engine.states.describe(),
         "steps": {unit.name: list(unit.steps) for unit in engine.units},
         "generic": {unit.name: unit.generic.describe() for unit in engine.units if unit.generic is not None},
@@ -94,6 +95,14 @@ def _check(optimizer: Any, name: Any, meta: Any) -> None:
             f"the meta values of a snapshot must be JSON (numbers, strings, lists, dicts): {error}. Turn tensors into "
             "lists, such as torch.get_rng_state().tolist()"
         ) from error
+
+
+def _tied(engine: Engine) -> dict[str, str]:
+    """The further names of parameters that have several, each with the one that the records know."""
+    known = {id(param): name for unit in engine.units for param, name in zip(unit.rest, unit.names, strict=True)}
+    model = engine.model()
+    named = model.named_parameters(remove_duplicate=False) if model is not None else ()
+    return {name: known[id(param)] for name, param in named if known.get(id(param), name) != name}
 
 
 async def _flush_buffers(engine: Engine, raw: torch.Tensor) -> None:

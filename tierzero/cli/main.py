@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tierzero.cli.commands import ckpt as checkpoints
 from tierzero.cli.commands.bench import nvme
 from tierzero.cli.commands.doctor import doctor
 from tierzero.cli.commands.plan import plan
@@ -107,6 +108,9 @@ def _bench() -> None:
     pass
 
 
+ckpt = typer.Typer(name="ckpt", help="List, show, verify, export and remove checkpoints.", no_args_is_help=True)
+
+
 _add(train)
 _add(report)
 _add(tune)
@@ -114,6 +118,9 @@ _add(plan)
 app.add_typer(bench)
 _add(nvme, bench)
 _add(doctor)
+app.add_typer(ckpt)
+for _command in (checkpoints.ls, checkpoints.show, checkpoints.verify, checkpoints.export, checkpoints.rm):
+    _add(_command, ckpt)
 
 
 def main() -> None:

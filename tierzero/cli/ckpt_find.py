@@ -1,0 +1,87 @@
+"""Which checkpoints a path means: a checkpoint itself, a store, the directory of a run, or one with any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tierzero import manifest as manifests
+from tierzero.checkpoint import place
+from tierzero.checkpoint.index import INDEX
+from tierzero.cli.ckpt_entry import COMPLETE, Entry
+from tierzero.cli.ckpt_portable import Portable
+from tierzero.cli.ckpt_snapshot import snapshots_in
+from tierzero.errors import ConfigError
+
+_DEPTH = 2  # how far below a path to look: out/checkpoint-500/tierzero is a checkpoint in `out`
+
+
+def find(path: Path) -> list[Entry]:
+    """The checkpoints at `path`, oldest first. ConfigError for a path that is no directory, or holds none."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is {'a file' if path.exists() else 'not there'}: name the directory of a checkpoint")
+    found = list(_below(path, path, _DEPTH))
+    known = {entry.path.resolve() for entry in found}
+    for store in _stores_of_run(path):
+        if store.resolve() not in known:
+            found += snapshots_in(store)
+    if not found:
+        raise ConfigError(
+            f"{path} holds no checkpoint: name what tierzero.save wrote, a store with a snapshot, a run's directory, "
+            "or a directory that contains some of them"
+        )
+    return sorted(found, key=lambda entry: (entry.created, int(entry.facts.get("sequence", 0))))
+
+
+def _below(path: Path, base: Path, depth: int) -> Iterator[Entry]:
+    """What `path` is, or else what the directories in it are."""
+    here = list(_at(path, base))
+    yield from here
+    if not here and depth:
+        for child in sorted(path.iterdir()):
+            if child.is_dir() and not child.is_symlink() and os.access(child, os.R_OK | os.X_OK):
+                yield from _below(child, base, depth - 1)
+
+
+def _at(path: Path, base: Path) -> Iterator[Entry]:
+    """What `path` itself is, by its name below `base`."""
+    if os.path.lexists(path / manifests.NAME):
+        yield from snapshots_in(path)
+    elif (path / INDEX).is_file() or place.written_beside(path) is not None:
+        entry = Portable(path)
+        if path != base and place.written_beside(path) is None:
+            entry.name = str(path.relative_to(base))
+        yield entry
+
+
+def _stores_of_run(path: Path) -> Iterator[Path]:
+    """The stores that the notes of `tierzero train` name."""
+    for note in sorted((path / "checkpoints").glob("*.json")):
+        try:
+            store = Path(json.loads(note.read_text())["store"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if store.is_dir():
+            yield store
+
+
+def find_one(path: Path, name: str | None, *, latest: bool = True) -> Entry:
+    """The checkpoint called `name`, or the only one, or with `latest` the last one that is whole.
+
+    ConfigError if there is none of that name, or it is not clear which one is meant.
+    """
+    found = find(path)
+    named = [entry for entry in found if name is None or entry.name == name]
+    if name is not None and len(named) == 1:
+        return named[0]
+    there = ", ".join(entry.name for entry in found)
+    if not named:
+        raise ConfigError(f"{path} holds no checkpoint called {name!r}; there are {there}")
+    if len(named) == 1:
+        return named[0]
+    whole = [entry for entry in named if entry.state == COMPLETE]
+    if not latest or not whole:
+        raise ConfigError(f"{path} holds several checkpoints ({there}): name one with --name, or give its directory")
+    return whole[-1]

@@ -1,0 +1,1 @@
+"""Training frameworks on offloaded models. Each file needs the package that it is named after."""
