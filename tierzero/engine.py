@@ -27,6 +27,7 @@ from tierzero.pager import Pager
 from tierzero.partition import Part, Units, partition
 from tierzero.placement import Placement, place
 from tierzero.records import HostRecord
+from tierzero.references import References
 from tierzero.refit import States
 from tierzero.room import Room
 from tierzero.schedule import Trace
@@ -149,15 +150,18 @@ class Engine:
                 check_same_model(self.store.resumed.meta, describe(self.units, placement.chunk))
                 split = self.states.take(self.store.resumed.meta["engine"]["state"])
         moved: list[Unit] = []
+        references = References(model, [param for part in parts for param in part.params])
         try:
             for unit, part in zip(self.units, parts, strict=True):
                 self._move(unit, part, split)
                 moved.append(unit)
+                references.replace(part.params, unit.rest)
+                part.params.clear()  # their memory is free now
             for unit in self.units if self.store is not None and self.store.resumed is not None else []:
                 self.loop.run(self.homes.reopen_generic(unit))
         except BaseException:
             for unit in moved:  # a failure leaves the model as it was
-                give_back(unit, self.loop)
+                give_back(unit, self.loop, references)
             raise
         if self.device.type != "cpu":
             move_buffers(model, self.device)
@@ -174,7 +178,7 @@ class Engine:
         return made
 
     def _move(self, unit: Unit, part: Part, split: list[str]) -> None:
-        """Take one unit's parameters out of the model and into the tiers; its memory is free afterwards."""
+        """Take one unit's parameters out of the model and into the tiers."""
         unit.slots = part.slots
         unit.owner = self
         unit.master_edited = bool(self.store is not None and self.store.resumed is not None)
@@ -188,7 +192,6 @@ class Engine:
         else:
             self.loop.run(self.homes.reopen(unit, unit.name in split))
         unit.register_rest()
-        part.params.clear()
 
     def reserve_for_snapshot(self) -> None:
         """Have the space that a snapshot and the steps after it need, so that a full disk shows before anything is
