@@ -71,6 +71,7 @@ ROWS = [
     {"residency", "pager", "saved", "ranges", "mixing", "activation_slots", "activation_room", "activation_pool"},
     {
         "hooks",
+        "entrances",
         "backward",
         "microbatch",
         "activations",
@@ -134,7 +135,8 @@ INSIDE = {
     "activation_room": {"activation_slots"},
     "activation_pool": {"activation_slots", "activation_room"},
     "activations": {"backward"},
-    "hooks": {"backward", "activations"},
+    "entrances": {"backward"},
+    "hooks": {"backward", "activations", "entrances"},
     "microbatch": {"hooks"},
     "optim.clip": {"optim.norms"},
     "optim.streamed": {"optim.shadow"},

@@ -8,6 +8,9 @@ on the inputs would change the order in which their gradients are summed (and re
 of these only say when bytes may leave; that they are there is the unpack hook's business. The live parameters are
 registered meanwhile: what a checkpoint inside the unit recomputes may use them without calling the unit's module.
 
+An input that is passed on as an output is not the unit's: its gradient arrives in the backward of the unit that made
+it, whose weights may be held by what a checkpoint has recomputed, and must not be taken away for this one.
+
 Note [cut short backwards]
 After an error autograd drops the callback that would have told the end, and its `__del__` tidies up. A gradient that no
 hook has taken yet is dropped with it: left in the live parameter, the next one would be added to it.
@@ -18,6 +21,7 @@ Private torch names used here, and why:
 hooks never fire.
 - RemovableHandle.hooks_dict_ref: to run the "backward is over" hook of a tensor before the "backward begins" hook of
 the unit that made it.
+- Tensor._version: see hooks.py.
 - Parameter._backward_hooks, _post_accumulate_grad_hooks: hooks users put on a parameter at rest must run with its
 gradient.
 """
@@ -109,8 +113,10 @@ class Backward:
             if self.metrics.watch is not None:
                 self.metrics.watch.begin(self, "pass", "backward")
 
-    def watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notice when the gradients of all inputs are there: the unit's backward is over."""
+    def watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
+        """Notice when the gradients of all inputs are there: the unit's backward is over. Returns them and their
+        versions.
+        """
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
         left = len(inputs)
         over = self._over
@@ -125,6 +131,7 @@ class Backward:
             handle = tensor.register_hook(fired)
             _run_first(handle)
             self._keep(tensor, handle)
+        return [(tensor, tensor._version) for tensor in inputs]
 
     def _inputs_done(self, unit: Unit) -> None:
         if self.metrics.watch is not None:
