@@ -39,6 +39,13 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, Make]]:
     kind = type(model).__name__
     main = getattr(model, "main_input_name", "input_ids")
     bases: list[tuple[str, Make]] = []
+    if "image_grid_thw" in params and "input_ids" in params:
+        bases.append(("text and patches", partial(_text_and_patches, config)))
+    if "grid_thw" in params:
+        bases.append(("patches", partial(_patches, config, next(iter(params)), "grid_thw")))
+    if "input_ids" in params and "input_features" in params and main == "input_ids":
+        shapes = audio_shapes(config, "input_features")
+        bases += [(f"text and sound {shape}", partial(_text_and_sound, config, params, shape)) for shape in shapes]
     if "input_ids" in params and "pixel_values" in params:
         counts = image_tokens(model)
         bases += [(f"text and picture ({count} tokens)", partial(_both, model, count)) for count in counts]
@@ -49,11 +56,15 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, Make]]:
     if "input_ids" in params:
         bases.append(("text", lambda g: _text(config, params, g)))
         bases.append(("text of 64", lambda g: _text(config, params, g, 64)))
+    for name in ("query_embeds", "inputs_embeds", "hidden_states"):
+        if name in params and "input_ids" not in params:
+            shape = (ROWS, LENGTH, int(find(config, "hidden_size", "d_model", "embed_dim", "hidden_dim") or 32))
+            bases.append((f"{name} {shape}", partial(_floats, name, shape)))
     if "past_values" in params:
         bases.append(("series", lambda g: _series(config, params, g)))
     for name, base in bases:
         for what, more in labels(kind, config, params):
-            yield f"{name}{what}", lambda g, base=base, more=more: _with(base(g), more, g)  # type: ignore[misc]
+            yield f"{name}{what}", partial(_with, base, more, params)
 
 
 def labels(kind: str, config: PreTrainedConfig, params: Any) -> Iterator[tuple[str, Any]]:
@@ -138,7 +149,8 @@ def audio_shapes(config: PreTrainedConfig, name: str) -> list[tuple[int, ...]]:
     return [*spectrum, (ROWS, 1600), (ROWS, 1, 1920), (ROWS, 16000), (ROWS, 64, int(bins or 80))]
 
 
-def _with(batch: Batch, more: Any, generator: torch.Generator) -> Batch:
+def _with(base: Make, more: Any, params: Any, generator: torch.Generator) -> Batch:
+    batch = {key: value for key, value in base(generator).items() if key in params}
     choices = more.get("choices")
     if choices:
         batch = {key: value[:, None].repeat(1, choices, *[1] * (value.ndim - 1)) for key, value in batch.items()}
@@ -176,6 +188,28 @@ def _both(model: nn.Module, count: int, generator: torch.Generator) -> Batch:
             batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
             batch["token_type_ids"][:, 1 : 1 + count] = 1
     return {**batch, "pixel_values": _randn(generator, *pixel_shapes(config)[0])}
+
+
+def _patches(config: PreTrainedConfig, name: str, grid: str, generator: torch.Generator) -> Batch:
+    """Pictures of 4 x 4 patches, flattened, and how many there are in time, height and width."""
+    patch, times = int(find(config, "patch_size") or 14), int(find(config, "temporal_patch_size") or 1)
+    channels = int(find(config, "in_channels", "num_channels", "in_chans") or 3)
+    values = _randn(generator, ROWS * 16, channels * times * patch * patch)
+    return {name: values, grid: torch.tensor([[1, 4, 4]] * ROWS)}
+
+
+def _text_and_patches(config: PreTrainedConfig, generator: torch.Generator) -> Batch:
+    batch = _text(config, {"attention_mask": None}, generator, 24)
+    count = 16 // int(find(config, "spatial_merge_size", "merge_size") or 1) ** 2
+    token, start = find(config, "image_token_id", "image_token_index"), find(config, "vision_start_token_id")
+    batch["input_ids"][:, 1] = batch["input_ids"][:, 1] if start is None else start
+    batch["input_ids"][:, 2 : 2 + count] = token
+    kinds = (batch["input_ids"] == token).long()
+    return {**batch, "mm_token_type_ids": kinds, **_patches(config, "pixel_values", "image_grid_thw", generator)}
+
+
+def _text_and_sound(config: PreTrainedConfig, params: Any, shape: tuple[int, ...], generator: torch.Generator) -> Batch:
+    return {**_text(config, params, generator), "input_features": _randn(generator, *shape)}
 
 
 def _series(config: PreTrainedConfig, params: Any, generator: torch.Generator) -> Batch:

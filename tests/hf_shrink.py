@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, ResNetConfig
 
 # `width` divides everything that is a number of features, so that sizes which must fit each other still do
 _WIDTH = re.compile(
@@ -27,8 +27,9 @@ _TOKEN = re.compile(r"(_token_id|_token_index|_idx|_id|_index|_tokens?_ids?)$")
 _LENGTH = re.compile(
     r"(max_\w*position\w*|n_positions|max_seq_len|max_sequence_length|seq_length|n_ctx|context_length)$"
 )
-TOKENS = 160  # the vocabulary; the last of them are the special tokens
-_FIRST_SPECIAL = 120
+_NEEDED = {"prediction_length": 8, "num_experts_per_tok": 2, "num_selected_experts": 2}  # where the default is None
+TOKENS = 128  # the vocabulary; the last of them are the special tokens
+_FIRST_SPECIAL = 100
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,14 @@ def _smaller(config: PreTrainedConfig, level: Level, special: dict[int, int]) ->
     defaults = {f.name: f.default for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
     changed: dict[str, Any] = {}
     for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig) and value.model_type == "timm_backbone":
+            value = ResNetConfig(out_features=["stage2", "stage3", "stage4"])  # timm is another library
         if isinstance(value, PreTrainedConfig):
             changed[name] = _smaller(value, level, special)
             continue
         derived = defaults.get(name, 0) is None and value == getattr(fresh, name, None)
+        if value is None and name in _NEEDED:
+            changed[name] = _NEEDED[name]
         if name.startswith("_") or derived or value is None:
             continue
         new = False if name in ("use_cache", "use_timm_backbone", "use_pretrained_backbone") else None

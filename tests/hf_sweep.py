@@ -39,7 +39,8 @@ import tierzero as tz
 
 LARGEST = 30_000_000  # parameters
 STEPS = 3
-SECONDS = 90.0
+MARK = "<!-- from here on written by tests/hf_sweep.py -->\n\n"
+SECONDS = 60.0
 EQUAL, REFUSED, NOT_PLAIN = "equal", "refused", "not in plain"
 MEANING = {
     EQUAL: "losses, norms, weights, masters, moments and buffers are those of plain PyTorch, bit for bit",
@@ -263,7 +264,7 @@ def main() -> int:
     parser.add_argument("--only", help="classes whose names contain this, or are in this list with commas")
     parser.add_argument("--kind", help="mappings, separated by commas: base, heads (all others), causal lm, ...")
     parser.add_argument("--json", type=Path, help="append each result to this file, and go on where it ends")
-    parser.add_argument("--table", type=Path, help="write the table to this file instead of printing it")
+    parser.add_argument("--table", type=Path, help="write the table into this file, after its mark")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no class after this time")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -280,7 +281,8 @@ def main() -> int:
     results = sweep(wanted, options.json, until=time.monotonic() + 60 * options.minutes)
     text = table(results)
     if options.table is not None:
-        options.table.write_text(text)
+        before = options.table.read_text().partition(MARK)[0] if options.table.exists() else ""
+        options.table.write_text(before + MARK + text)
     else:
         print(text)
     return 0 if all(result["result"] not in ("differs", "fails", "crash") for result in results.values()) else 1

@@ -28,8 +28,12 @@ class Forwards(Protocol):
     pager: Any
     pre_forward: Callable[..., Any]
     post_forward: Callable[..., Any]
-    add: Callable[..., None]
-    to_device: Callable[[Any], Any]
+
+    def add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Hook a module."""
+
+    def to_device(self, value: Any) -> Any:
+        """A tensor on the compute device."""
 
 
 def hook_entrances(hooks: Forwards, units: Sequence[Unit]) -> None:

@@ -19,7 +19,6 @@ unless the root is already running further up the Python stack (a model that cal
 
 Private torch names used here, and why:
 - nn.Module._call_impl: its code object, to see whether the root is running further up the stack.
-- Tensor._version: whether an output is an input that was not changed in place.
 - torch.autograd._profiler_enabled: ranges cost some microseconds each, and no public name tells if one listens.
 """
 
@@ -38,7 +37,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tierzero.activations import Activations
-from tierzero.backward import Backward, in_backward
+from tierzero.backward import Backward, Inputs, in_backward
 from tierzero.clock import COMPUTE, ENGINE
 from tierzero.entrances import hook_entrances
 from tierzero.errors import TierzeroError
@@ -63,11 +62,7 @@ class _Frame(Pin):
         self.acquired = False
         self.pieces = False  # it runs its batch in pieces; see microbatch.py
         self.net: Net | None = None
-        self.inputs: list[tuple[torch.Tensor, int]] = []  # and their versions; see Note [backward]
-
-    def passes_on(self, output: torch.Tensor) -> bool:
-        """Whether `output` is one of the inputs, unchanged."""
-        return any(output is tensor and output._version == version for tensor, version in self.inputs)
+        self.inputs: Inputs | None = None
 
 
 class Hooks:
@@ -214,7 +209,9 @@ class Hooks:
         self._leave_last()
         if frame.acquired:
             for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not frame.passes_on(tensor):
+                if not (isinstance(tensor, torch.Tensor) and tensor.requires_grad):
+                    continue
+                if frame.inputs is None or not frame.inputs.passed_on(tensor):
                     self.backward.watch_output(unit, tensor)
         return changed
 
