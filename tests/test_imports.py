@@ -88,6 +88,7 @@ ROWS = [
     {"residency", "pager", "saved", "ranges", "mixing", "activation_slots", "activation_room", "activation_pool"},
     {
         "hooks",
+        "entrances",
         "backward",
         "lending",
         "changes",
@@ -182,7 +183,8 @@ INSIDE = {
     "activations": {"backward"},
     "paged": {"live"},
     "replaced": {"live"},
-    "hooks": {"arrivals", "backward", "activations", "changes", "lending", "modules"},
+    "entrances": {"backward"},
+    "hooks": {"arrivals", "backward", "activations", "changes", "entrances", "lending", "modules"},
     "microbatch": {"hooks"},
     "optim.clip": {"optim.norms"},
     "optim.streamed": {"optim.shadow"},

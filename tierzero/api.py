@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from tierzero.changes import differs, write_back

@@ -8,6 +8,9 @@ on the inputs would change the order in which their gradients are summed (and re
 of these only say when bytes may leave; that they are there is the unpack hook's business. The live parameters are
 registered meanwhile: what a checkpoint inside the unit recomputes may use them without calling the unit's module.
 
+An input that is passed on as an output is not the unit's: its gradient arrives in the backward of the unit that made
+it, whose weights may be held by what a checkpoint has recomputed, and must not be taken away for this one.
+
 Note [cut short backwards]
 After an error autograd drops the callback that would have told the end, and its `__del__` tidies up. A gradient that no
 hook has taken yet is dropped with it: left in the live parameter, the next one would be added to it.
@@ -16,8 +19,9 @@ Private torch names used here, and why:
 - torch._C._current_graph_task_id: the only way to know that a forward runs inside a backward.
 - Variable._execution_engine.queue_callback: the only way to run code at the end of a backward, for units whose input
 hooks never fire.
-- RemovableHandle.hooks_dict_ref: to run the "backward is over" hook of a tensor before the "backward begins" hook of
-the unit that made it.
+- RemovableHandle.hooks_dict_ref: whether a hook is there still, and to run the "backward is over" hook of a tensor
+before the "backward begins" hook of the unit that made it.
+- Tensor._version: whether an output is an input that was not changed in place.
 - Parameter._backward_hooks, _post_accumulate_grad_hooks: hooks users put on a parameter at rest must run with its
 gradient.
 """
@@ -111,22 +115,23 @@ class Backward:
             if self.metrics.watch is not None:
                 self.metrics.watch.begin(self, "pass", "backward")
 
-    def watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Notice when the gradients of all inputs are there: the unit's backward is over."""
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        left = len(inputs)
-        over = self._over
+        watched = Inputs(len(inputs))
+        left, over = watched.left, self._over
 
         def fired(grad: torch.Tensor) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
+            left[0] -= 1
+            if left[0] == 0:
                 over(unit)
 
         for tensor in inputs:
             handle = tensor.register_hook(fired)
             _run_first(handle)
             self._keep(tensor, handle)
+            watched.add(tensor, handle)
+        return watched
 
     def _inputs_done(self, unit: Unit) -> None:
         if self.metrics.watch is not None:
@@ -227,6 +232,33 @@ class Backward:
                 watch.end(key)
         for after in (getattr(rest, "_post_accumulate_grad_hooks", None) or {}).values():
             after(rest)
+
+
+class Inputs:
+    """The inputs of a running forward whose gradients are waited for. Hooks refer to `left` alone: gc does not see what
+    hangs on a tensor.
+    """
+
+    __slots__ = ("_watched", "left")
+
+    def __init__(self, count: int) -> None:
+        self.left = [count]
+        self._watched: list[tuple[torch.Tensor, int, Any]] = []
+
+    def add(self, tensor: torch.Tensor, handle: Any) -> None:
+        """Remember an input as it is now, and its hook."""
+        self._watched.append((tensor, tensor._version, handle))
+
+    def passed_on(self, output: torch.Tensor) -> bool:
+        """Whether `output` is one of the inputs, unchanged; then its gradient is not waited for."""
+        found = False
+        for tensor, version, handle in self._watched:
+            if output is tensor and output._version == version:
+                found = True
+                if handle.id in (handle.hooks_dict_ref() or {}):
+                    handle.remove()
+                    self.left[0] -= 1
+        return found
 
 
 class _BackwardOver:

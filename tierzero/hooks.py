@@ -35,9 +35,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tierzero.activations import Activations
 from tierzero.arrivals import Arrivals
-from tierzero.backward import Backward, in_backward
+from tierzero.backward import Backward, Inputs, in_backward
 from tierzero.changes import keep_changes
 from tierzero.clock import COMPUTE, ENGINE
+from tierzero.entrances import hook_entrances
 from tierzero.errors import TierzeroError
 from tierzero.lending import Borrower, Lending
 from tierzero.modules import ModuleHook, is_nested
@@ -50,15 +51,18 @@ from tierzero.unit import Unit
 class _Frame(Borrower):
     """One running forward of a unit's module. Leaving it twice is leaving it once."""
 
-    __slots__ = ("acquired", "net", "pieces", "task", "unit")
+    __slots__ = ("acquired", "again", "entrance", "inputs", "net", "pieces", "task", "unit")
 
-    def __init__(self, unit: Unit, train: bool) -> None:
+    def __init__(self, unit: Unit, train: bool, entrance: int = 0) -> None:
         super().__init__(train)
+        self.entrance = entrance  # id of the module that was called instead of the unit's; see entrances.py
+        self.again = 0  # how many more times it is running further down
         self.unit = unit
         self.task = torch._C._current_graph_task_id()  # the backward that recomputes it, or -1
         self.acquired = False
         self.pieces = False  # it runs its batch in pieces; see microbatch.py
         self.net: Net | None = None
+        self.inputs: Inputs | None = None
 
 
 class Hooks:
@@ -88,11 +92,13 @@ class Hooks:
         self.root_train: bool | None = None  # while the root's forward runs: whether with gradients
         for unit in units:
             self._hook(unit)
+        hook_entrances(self, units)
         enter, leave = torch.compiler.disable(self._enter_root), torch.compiler.disable(self._leave_root)
         weak = weakref.ref(root)
-        self._add(root, lambda args, kwargs: enter(weak(), args, kwargs), leave)
+        self.add(root, lambda args, kwargs: enter(weak(), args, kwargs), leave)
 
-    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    def add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Hook `module`, but not copies of it: deepcopy takes hooks along."""
         self.handles += [
             module.register_forward_pre_hook(ModuleHook(module, before), prepend=True, with_kwargs=True),
             module.register_forward_hook(ModuleHook(module, lambda _, output: after(output)), always_call=True),
@@ -130,7 +136,7 @@ class Hooks:
             if self.metrics.watch is not None:
                 self.metrics.watch.begin(self, "pass", "forward")
         if self.pager.transfer.device.type != "cpu":
-            args, kwargs = tree_map(self._to_device, (args, kwargs))
+            args, kwargs = tree_map(self.to_device, (args, kwargs))
         if not in_backward():
             if self.activations is not None:
                 self.activations.begin(root, (args, kwargs))
@@ -172,7 +178,7 @@ class Hooks:
         return Net(self.by_storage, self.backward.fault, self.keep)
 
     def _hook(self, unit: Unit) -> None:
-        self._add(
+        self.add(
             unit.module,
             lambda args, kwargs: self.pre_forward(unit, args, kwargs),
             lambda output: self.post_forward(unit, output),
@@ -187,7 +193,7 @@ class Hooks:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], entrance: int = 0) -> None:
         inside = in_backward()
         if not inside and not self.frames and self.root_train is None:
             self.reset()
@@ -196,14 +202,14 @@ class Hooks:
             outer = self.frames[0].train if self.frames else torch.is_grad_enabled()
         if inside:
             self.backward.note_task()
-        frame = _Frame(unit, outer)
+        frame = _Frame(unit, outer, entrance)
         self.frames.append(frame)  # whatever fails from here on, _post_forward finds its frame
         unit.check_given()
         self.pager.acquire(unit, frame, train=frame.train or inside, record=not (inside and unit.in_backward))
         frame.acquired = True
         unit.register_live()
         if torch.is_grad_enabled():
-            self.backward.watch_inputs(unit, args, kwargs)
+            frame.inputs = self.backward.watch_inputs(unit, args, kwargs)
         # without gradients too: the forward may switch them on inside
         frame.net = self.net()
         frame.net.enter()
@@ -226,7 +232,9 @@ class Hooks:
         self._leave_last()
         if frame.acquired:
             for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                if not (isinstance(tensor, torch.Tensor) and tensor.requires_grad):
+                    continue
+                if frame.inputs is None or not frame.inputs.passed_on(tensor):
                     self.backward.watch_output(unit, tensor)
         return changed
 
@@ -305,7 +313,7 @@ class Hooks:
 
         setattr(module, name, wrapped)
 
-    def _to_device(self, value: Any) -> Any:
+    def to_device(self, value: Any) -> Any:
         return value.to(self.pager.transfer.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
     def reset(self) -> None:

@@ -65,7 +65,7 @@ def partition(root: nn.Module, units: Units | None = None) -> list[Part]:
         part.slots.append(uses[pid])
     chosen_parts = [part for part in parts.values() if part.params]
     for part in chosen_parts:
-        if part.module is not root and not _is_called(part.module):
+        if part.module is not root and not is_called(part.module):
             raise ValueError(
                 f"units= chooses {part.name}, a {type(part.module).__name__}: it has no forward and is never called, "
                 "so its parameters would never be fetched; choose the modules around or inside it"
@@ -78,7 +78,7 @@ def repeated(root: nn.Module, parts: Sequence[Part]) -> list[bool]:
     elements: set[int] = set()
 
     def visit(element: nn.Module) -> None:
-        if _is_called(element):
+        if is_called(element):
             elements.add(id(element))
         else:
             for child in element.children():
@@ -131,7 +131,7 @@ def _visit(module: nn.Module, total: int, chosen: set[int]) -> None:
         elif isinstance(child, nn.ModuleList | nn.Sequential):
             _visit(child, total, chosen)
         elif next(child.children(), None) is None or isinstance(child, nn.MultiheadAttention):
-            if _bytes(child) >= total * LEAF_SHARE and _is_called(child):
+            if _bytes(child) >= total * LEAF_SHARE and is_called(child):
                 chosen.add(id(child))
         else:
             _visit(child, total, chosen)
@@ -142,7 +142,7 @@ def _element(element: nn.Module, total: int, chosen: set[int]) -> None:
     nbytes = _bytes(element)
     if nbytes == 0:
         return
-    if not _is_called(element):
+    if not is_called(element):
         for child in element.children():
             _element(child, total, chosen)
         return
@@ -151,7 +151,7 @@ def _element(element: nn.Module, total: int, chosen: set[int]) -> None:
     chosen.add(id(element))
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
     """Whether the module has a forward of its own. Containers (ModuleDict, ParameterList) have none: whoever holds them
     uses what is inside.
     """
