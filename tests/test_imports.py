@@ -96,8 +96,16 @@ ROWS = [
     {"engine"},
     {"measure"},
     {"initialize", "checkpoint.stored", "checkpoint.names", "checkpoint.writer"},
-    {"checkpoint.safetensors", "checkpoint.distributed", "checkpoint.frozen_unit", "checkpoint.frozen"},
-    {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner", "api"},
+    {
+        "checkpoint.safetensors",
+        "checkpoint.distributed",
+        "checkpoint.frozen_unit",
+        "checkpoint.frozen",
+        "checkpoint.beside",
+    },
+    {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner"},
+    {"checkpoint.rollback"},
+    {"api"},
     {
         "checkpoint.boxes",
         "checkpoint.container",
@@ -197,7 +205,6 @@ INSIDE = {
     "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
     "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
     "checkpoint.refill": {"checkpoint.reader"},
-    "api": {"checkpoint.snapshot"},
 }
 PURE = {  # no torch
     *(

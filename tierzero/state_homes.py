@@ -37,14 +37,19 @@ class StateHomes:
         self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 
     async def create_state(self, unit: Unit) -> None:
-        """Give the unit a state record: masters from the parameters, zero moments."""
-        format = self.format_of(unit)
+        """Give the unit a state record, or the one that it has its first bytes again: masters from the parameters, zero
+        moments.
+        """
+        format = self.format_of(unit) if unit.state is None else unit.state.format
 
         async def planes(first: int, last: int) -> list[torch.Tensor]:
             moments = [torch.zeros(last - first) for _ in range(format.parts - 1)]
             return [await self._master(unit, first, last), *moments]
 
-        unit.state = await self._fill(unit, format, planes)
+        if unit.state is None:
+            unit.state = await self._fill(unit, format, planes)
+        else:
+            await self.refill(unit, planes)
         old = unit.records.get("fp32")
         if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
             del unit.records["fp32"]
@@ -163,7 +168,9 @@ class StateHomes:
             out[lo - first : hi - first] = part
         return out
 
-    def note(self, name: str, record: HostRecord) -> None:
-        """The host record now equals the record `name` of the snapshot that was opened."""
+    def note(self, name: str, record: HostRecord, extent: Extent | None = None) -> None:
+        """The host record now equals `extent` of a snapshot, by default the current record `name` of the one that was
+        opened.
+        """
         assert self.store is not None
-        self._saved[name] = (record.version, self.store.current[name])
+        self._saved[name] = (record.version, self.store.current[name] if extent is None else extent)
