@@ -69,8 +69,8 @@ def write_base(folder: Path, layers: int) -> None:
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     base = {
-        "up.weight": torch.randn(4 * WIDTH, WIDTH, generator=generator, dtype=torch.bfloat16) * 0.02,
-        "down.weight": torch.randn(WIDTH, 4 * WIDTH, generator=generator, dtype=torch.bfloat16) * 0.02,
+        "up.weight": torch.randn(4 * WIDTH, WIDTH, generator=generator, dtype=torch.bfloat16) * 0.01,
+        "down.weight": torch.randn(WIDTH, 4 * WIDTH, generator=generator, dtype=torch.bfloat16) * 0.001,
     }
     placed = {}
     for index in range(layers):

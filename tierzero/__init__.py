@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tierzero.api import unsharded as unsharded
     from tierzero.checkpoint.export import export as export
     from tierzero.checkpoint.weights import load_weights as load_weights
+    from tierzero.deferred import deferred_init as deferred_init
     from tierzero.initialize import initialize as initialize
     from tierzero.meta import parameters_on_meta as parameters_on_meta
     from tierzero.observe import serve_metrics as serve_metrics
@@ -35,6 +36,7 @@ _HOMES = {
     "tierzero.api": "close commit no_sync offload register_forward_method reset restore stats synchronize unsharded",
     "tierzero.checkpoint.export": "export",
     "tierzero.checkpoint.weights": "load_weights",
+    "tierzero.deferred": "deferred_init",
     "tierzero.initialize": "initialize",
     "tierzero.meta": "parameters_on_meta",
     "tierzero.optim.adamw": "AdamW",
