@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tierzero.checkpoint import randomness
 from tierzero.cli import checkpoints, memory
 from tierzero.cli.config import load
 from tierzero.cli.progress import LiveView, PlainView, QuietView, choose_view
@@ -168,9 +169,9 @@ def test_random_state_goes_through_json() -> None:
     """S15: what draws numbers draws the same ones after a resume."""
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     random.random(), np.random.rand(), torch.rand(3)
-    state = json.loads(json.dumps(checkpoints.random_state()))
+    state = json.loads(json.dumps(randomness.random_state()))
     expected = random.random(), random.gauss(0, 1), np.random.rand(), torch.rand(4).tolist()
-    checkpoints.set_random_state(state)
+    randomness.set_random_state(state)
     assert (random.random(), random.gauss(0, 1), np.random.rand(), torch.rand(4).tolist()) == expected
 
 

@@ -249,7 +249,7 @@ def test_safetensors_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
         assert same(loss_of(fresh, ids), loss_of(run.model, ids))
         other = make(models.Tied, dtype, seed=5)
         with tiered(other, tiers_for(other, "mixed", tmp_path / "other")):
-            tz.load_weights(other, path)
+            tz.load(other, path)
             assert same(loss_of(other, ids), loss_of(fresh, ids))
 
 
@@ -342,11 +342,11 @@ def test_a_snapshot_holds_the_buffers(tmp_path: Path) -> None:
         opt.zero_grad()
     expected = {name: value.clone() for name, value in model.named_buffers()}
     assert float(expected["1.running_mean"].abs().sum()) > 0
-    tz.commit(model, opt, "a", {})
+    tz.snapshot(model, opt, "a", {})
     tz.close(model)
     again = tz.offload(build(), tiers, resume=True)
     tz.restore(again, tz.AdamW(again.parameters()))
     assert all(torch.equal(value, expected[name]) for name, value in again.named_buffers())
     with pytest.raises(TypeError, match="JSON"):
-        tz.commit(again, None, "b", {"rng": torch.get_rng_state()})
+        tz.snapshot(again, None, "b", {"rng": torch.get_rng_state()})
     tz.close(again)

@@ -52,7 +52,7 @@ def limited(limit: int) -> Iterator[tuple[Path, Path] | None]:
 
 
 def test_four_times_the_limit(tmp_path: Path) -> None:
-    """Built on meta, loaded, trained, committed, resumed, exported under the limit; outside it the export loads
+    """Built on meta, loaded, trained, saved, resumed, exported under the limit; outside it the export loads
     strictly into the plain model, and is what the plain loop gives, to the bit.
     """
     with limited(GROUP_LIMIT) as group:

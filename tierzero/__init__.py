@@ -8,17 +8,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tierzero.api import close as close
-    from tierzero.api import commit as commit
     from tierzero.api import no_sync as no_sync
     from tierzero.api import offload as offload
     from tierzero.api import register_forward_method as register_forward_method
     from tierzero.api import reset as reset
     from tierzero.api import restore as restore
+    from tierzero.api import rollback as rollback
+    from tierzero.api import snapshot as snapshot
     from tierzero.api import stats as stats
     from tierzero.api import synchronize as synchronize
     from tierzero.api import unsharded as unsharded
     from tierzero.checkpoint.export import export as export
-    from tierzero.checkpoint.weights import load_weights as load_weights
+    from tierzero.checkpoint.load import load as load
+    from tierzero.checkpoint.save import Saving as Saving
+    from tierzero.checkpoint.save import save as save
     from tierzero.deferred import deferred_init as deferred_init
     from tierzero.initialize import initialize as initialize
     from tierzero.meta import parameters_on_meta as parameters_on_meta
@@ -33,9 +36,11 @@ if TYPE_CHECKING:
 
 # loaded on first use: `tierzero --help` and `--version` need no torch
 _HOMES = {
-    "tierzero.api": "close commit no_sync offload register_forward_method reset restore stats synchronize unsharded",
+    "tierzero.api": "close no_sync offload register_forward_method reset restore rollback snapshot stats synchronize "
+    "unsharded",
     "tierzero.checkpoint.export": "export",
-    "tierzero.checkpoint.weights": "load_weights",
+    "tierzero.checkpoint.load": "load",
+    "tierzero.checkpoint.save": "Saving save",
     "tierzero.deferred": "deferred_init",
     "tierzero.initialize": "initialize",
     "tierzero.meta": "parameters_on_meta",

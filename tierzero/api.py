@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tierzero.checkpoint import snapshot
+from tierzero.checkpoint import rollback as back
+from tierzero.checkpoint import snapshot as snapshots
+from tierzero.checkpoint.beside import Optimizers
 from tierzero.clock import SAVE
 from tierzero.endurance import days_left, per_day
 from tierzero.engine import ENGINES, Engine
@@ -79,7 +81,7 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
-def _open_engine(model: nn.Module) -> Engine:
+def open_engine(model: nn.Module) -> Engine:
     """The engine of an offloaded model; TierzeroError if it was closed."""
     engine = engine_of(model)
     if engine.closed:
@@ -94,7 +96,7 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     wanted = {id(inner) for inner in (module.modules() if recurse else [module])}
     return [
         unit
-        for unit in _open_engine(module).units
+        for unit in open_engine(module).units
         if any(id(owner) in wanted for slots in unit.slots for owner, _ in slots)
     ]
 
@@ -107,7 +109,7 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
     All of them must fit the device budget at once: for a large model do it module by module. After an exception nothing
     is written.
     """
-    engine = _open_engine(module)
+    engine = open_engine(module)
     units = _units_of(module, recurse)
     held: list[Unit] = []
     hold = Hold()
@@ -139,6 +141,7 @@ def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
 
 def _write_back(engine: Engine, unit: Unit) -> None:
     engine.pager.settle(unit)  # its parameters came before its masters were written
+    engine.pager.free_records(unit)
     for index, live in enumerate(unit.live):
         value = live.detach().to("cpu")
         if not value.numel():
@@ -156,14 +159,14 @@ def _write_back(engine: Engine, unit: Unit) -> None:
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make the method `name` of this module page its parameters in as `forward` does (`generate`, `encode`, ...)."""
-    _open_engine(module).hooks.wrap_method(module, name)
+    open_engine(module).hooks.wrap_method(module, name)
 
 
 def reset(model: nn.Module) -> None:
     """Forget a forward or backward that an exception (or Ctrl-C) cut short. The next forward of the whole model does
     this by itself.
     """
-    _open_engine(model).hooks.reset()
+    open_engine(model).hooks.reset()
 
 
 @contextmanager
@@ -172,7 +175,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Never needed for exactness; with gradient accumulation it saves the first steps some updates in vain.
     """
-    engine = _open_engine(model)
+    engine = open_engine(model)
     before, engine.more_backwards = engine.more_backwards, True
     try:
         yield
@@ -182,7 +185,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def synchronize(model: nn.Module) -> None:
     """Wait until every queued update has reached the tiers; raises what the first failed one raised."""
-    _open_engine(model).pager.synchronize()
+    open_engine(model).pager.synchronize()
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
@@ -225,18 +228,27 @@ def stats(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def commit(model: nn.Module, optimizer: snapshot.Optimizers, name: str, meta: dict[str, Any] | None = None) -> None:
-    """See tierzero.checkpoint.snapshot.commit."""
-    engine = _open_engine(model)
-    with engine.metrics.inside(SAVE, "save", f"commit {name}"):
-        snapshot.commit(engine, optimizer, name, meta or {})
+def snapshot(
+    model: nn.Module, optimizer: Optimizers = None, name: str | None = None, meta: dict[str, Any] | None = None
+) -> None:
+    """See tierzero.checkpoint.snapshot.snapshot."""
+    engine = open_engine(model)
+    with engine.metrics.inside(SAVE, "save", "snapshot"):
+        snapshots.snapshot(engine, optimizer, name, meta)
 
 
-def restore(model: nn.Module, optimizer: snapshot.Optimizers) -> dict[str, Any]:
+def rollback(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
+    """See tierzero.checkpoint.rollback.rollback."""
+    engine = open_engine(model)
+    with engine.metrics.inside(SAVE, "save", "rollback"):
+        return back.rollback(engine, optimizer)
+
+
+def restore(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """See tierzero.checkpoint.snapshot.restore."""
-    engine = _open_engine(model)
+    engine = open_engine(model)
     with engine.metrics.inside(SAVE, "save", "restore"):
-        return snapshot.restore(engine, optimizer)
+        return snapshots.restore(engine, optimizer)
 
 
 def close(model: nn.Module) -> None:

@@ -17,12 +17,11 @@ from tierzero.activations import Activations
 from tierzero.errors import ConfigError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
-from tierzero.layout import VERSION
 from tierzero.loop import LoopThread
 from tierzero.malloc import keep_freed
 from tierzero.metrics import DriveTotals, Metrics
 from tierzero.microbatch import MicroBatches, check_count
-from tierzero.model import check_model, check_same_model, give_back, move_buffers
+from tierzero.model import check_model, check_same_model, describe, give_back, move_buffers
 from tierzero.native import NATIVE
 from tierzero.pager import Pager
 from tierzero.partition import Part, Units, partition
@@ -71,6 +70,7 @@ class Engine:
         self.closed = False
         self.room: Room  # with a store
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.closing: list[Any] = []  # what close() calls first, the last one added before the others
         self.more_backwards = False  # no_sync: the backward that goes on is not the step's last one
         sizes = unit_sizes(model, parts, micro_batches)
         cut = units_in_pieces(model, parts, micro_batches)
@@ -85,16 +85,17 @@ class Engine:
             cuda=self.device.type == "cuda",
             activations=tiers.activation_bytes(),
         )
-        self._undo: list[Any] = []
+        self.last_save: Any = None  # a Saving
+        self.at_end: list[Any] = []  # what takes it apart, last first
         try:
             self._build(model, parts, directories, resume, overwrite)
             self.micro_batches = MicroBatches(self.hooks, [self.units[index] for index in cut], micro_batches)
         except BaseException:
-            _take_apart(self._undo, self._pid)
+            _take_apart(self.at_end, self._pid)
             raise
         self.started = time.monotonic()
         ENGINES.add(self)
-        self._finalizer = weakref.finalize(self, _take_apart, self._undo, self._pid)
+        self._finalizer = weakref.finalize(self, _take_apart, self.at_end, self._pid)
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -103,26 +104,26 @@ class Engine:
     ) -> None:
         placement = self.placement
         self.loop = LoopThread()
-        self._undo.append(self.loop.close)
+        self.at_end.append(self.loop.close)
         self.arena = HostArena(placement.host_needed, node=numa_node(directories))
-        self._undo.append(self.arena.close)
+        self.at_end.append(self.arena.close)
         self.io: Any = None
         if NATIVE is not None:
             from tierzero.tiers.nvme import NativeEngine
 
             options = engine_options(measured(directories), self.tiers.block_bytes())
             self.io = NativeEngine(**options, limit=self.tiers.drive_limit())
-            self._undo.append(self.io.close)
+            self.at_end.append(self.io.close)
         self.metrics.drives = self._drives
         self.store: Store | None = None
         if directories:
             opener = partial(open_block_file, limit=self.tiers.drive_limit())
             self.store = Store(directories, engine=self.io, resume=resume, overwrite=overwrite, opener=opener)
-            self._undo.append(self.store.close)
+            self.at_end.append(self.store.close)
         elif resume:
             raise ConfigError("resume= needs Tiers(nvme=DIRECTORY): snapshots lie in its store")
         self.homes = Homes(self.store, self.arena, self.metrics, placement.chunk)
-        self._undo.append(self.homes.files.close)
+        self.at_end.append(self.homes.files.close)
         self.units = [Unit(index, part.name, part.module, part.params, part.names) for index, part in enumerate(parts)]
         self.states = States(self, [unit.layout for unit in self.units])
         self.streamed = self.states.streamed()
@@ -145,7 +146,7 @@ class Engine:
             self.states.make_room()
             if self.store.resumed is not None:
                 self.loop.run(self.store.verify())
-                check_same_model(self.store.resumed.meta, self.describe())
+                check_same_model(self.store.resumed.meta, describe(self.units, placement.chunk))
                 split = self.states.take(self.store.resumed.meta["engine"]["state"])
         moved: list[Unit] = []
         try:
@@ -169,7 +170,7 @@ class Engine:
         spill = SpillFile(self.store, self.io) if self.store is not None else None
         pool = ActivationPool(block, spill, transfer, self.metrics)
         made = Activations(pool, self.loop, transfer, self.metrics)
-        self._undo.append(made.close)
+        self.at_end.append(made.close)
         return made
 
     def _move(self, unit: Unit, part: Part, split: list[str]) -> None:
@@ -179,7 +180,9 @@ class Engine:
         unit.master_edited = bool(self.store is not None and self.store.resumed is not None)
         unit.state_host = self.states.fit.state_host[unit.uid]
         self._place(unit)
-        unit.build(part.params, self.device, partial(self.pager.settle, unit), partial(self.pager.at_rest, unit))
+        unit.build(
+            part.params, self.device, partial(self.pager.settle, unit, changes=True), partial(self.pager.at_rest, unit)
+        )
         if self.store is None or self.store.resumed is None:
             self.loop.run(self.homes.write_first(unit, part.params))
         else:
@@ -244,7 +247,7 @@ class Engine:
         cached = [unit for unit in cached if unit.state is None or unit.state.format.master != "split"]
         share.check(nbytes - share.work, what, sum(unit.host_flat.nbytes for unit in cached if unit.host_flat))
         while share.left < nbytes - share.work:
-            self.pager.at_rest(cached[-1], self.homes.move_out(cached.pop()))
+            self.pager.at_rest(cached[-1], self.homes.move_out(cached.pop()), writes=True)
         share.set_aside(nbytes, what)
 
     # -- steps that begin in backward ----------------------------------------------------------------------------------
@@ -280,22 +283,6 @@ class Engine:
             and sum(unit in optimizer.members for optimizer in self.optimizers) == 1
         )
 
-    # -- snapshots -----------------------------------------------------------------------------------------------------
-
-    def describe(self) -> dict[str, Any]:
-        """What a snapshot must agree with to be opened under this model."""
-        return {
-            "layout": VERSION,
-            "chunk": self.placement.chunk,
-            "units": [
-                [
-                    unit.name,
-                    [[p.spec.name, list(p.spec.shape), p.spec.dtype, p.spec.trainable] for p in unit.layout.places],
-                ]
-                for unit in self.units
-            ],
-        }
-
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -327,6 +314,8 @@ class Engine:
             return
         self.closed = True
         try:
+            while self.closing:
+                self.closing.pop()()
             self.pager.synchronize()
         finally:
             self.hooks.reset()

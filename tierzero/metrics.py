@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from tierzero.clock import ACTIVATION, ENGINE, FETCH, GRADIENT, PARTS, UPDATE, Busy, Clock
+from tierzero.clock import ACTIVATION, ENGINE, FETCH, GRADIENT, PARTS, SAVE, UPDATE, Busy, Clock
 from tierzero.step_stats import Mark, StepStats, between
 from tierzero.timeline import Recorder
 from tierzero.watch import Sink, Watch
@@ -23,6 +23,7 @@ _WAITS = {
     "stall_update_s": UPDATE,
     "stall_grad_s": GRADIENT,
     "stall_activation_s": ACTIVATION,
+    "stall_save_s": SAVE,
 }
 
 
@@ -52,6 +53,7 @@ class Metrics:
     stall_update_s: float = 0.0
     stall_grad_s: float = 0.0
     stall_activation_s: float = 0.0
+    stall_save_s: float = 0.0
     update_s: float = 0.0
     hits: int = 0
     misses: int = 0

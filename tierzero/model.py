@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tierzero.errors import StoreError, TierzeroError
+from tierzero.layout import VERSION
 from tierzero.loop import LoopThread
 from tierzero.partition import Part
 from tierzero.unit import Unit
@@ -35,6 +36,18 @@ def check_model(model: nn.Module, parts: list[Part]) -> None:
                 f"buffer {name} is on the meta device: buffers stay on the compute device, so give it its value "
                 "before offload()"
             )
+
+
+def describe(units: list[Unit], chunk: int) -> dict[str, Any]:
+    """What a snapshot must agree with to be opened under a model with these units; `chunk` in elements."""
+    return {
+        "layout": VERSION,
+        "chunk": chunk,
+        "units": [
+            [unit.name, [[p.spec.name, list(p.spec.shape), p.spec.dtype, p.spec.trainable] for p in unit.layout.places]]
+            for unit in units
+        ],
+    }
 
 
 def check_same_model(meta: dict[str, Any], now: dict[str, Any]) -> None:

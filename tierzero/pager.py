@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tierzero.clock import GRADIENT, SAVE
 from tierzero.errors import TierzeroError
+from tierzero.gate import held
 from tierzero.loop import LoopThread
 from tierzero.metrics import Metrics
 from tierzero.pins import Pin
@@ -67,7 +68,7 @@ class Pager:
             self.metrics.add("hits" if hit else "misses")
             if not hit:
                 cause = "stall_update_s" if unit.pending is not None else "stall_fetch_s"
-                with self.metrics.timed(cause, unit.name):
+                with self.metrics.timed("stall_save_s" if held(unit) else cause, unit.name):
                     self.loop.run(self.residency.demand(unit, pin, self.transfer.mark()))
             unit.prefetched = False
             self.transfer.before_use(unit)
@@ -170,13 +171,17 @@ class Pager:
 
         self.loop.do(queue)
 
-    def at_rest(self, unit: Unit, work: Coroutine[Any, Any, T], changes: bool = False) -> T:
-        """Run `work` on the bytes at rest of `unit`, after its queued update; `changes` makes the device copy stale."""
+    def at_rest(self, unit: Unit, work: Coroutine[Any, Any, T], changes: bool = False, *, writes: bool = False) -> T:
+        """Run `work` on the bytes at rest of `unit`, after its queued update. `writes`: it changes them; `changes`:
+        those of the parameters, which makes the device copy stale.
+        """
 
         async def run() -> T:
             try:
                 await self.updates.settled(unit)
                 await self.updates.withdraw(unit)
+                if unit.gate is not None and (writes or changes):
+                    await unit.gate.records()
             except BaseException:
                 work.close()
                 raise
@@ -193,20 +198,33 @@ class Pager:
         except BaseException:
             work.close()
             raise
-        with self.metrics.inside(SAVE):
+        gated = unit.gate is not None and (writes or changes)
+        with self.metrics.timed("stall_save_s", unit.name) if gated else self.metrics.inside(SAVE):
             return self.loop.run(run())
 
     def mark_stale(self, unit: Unit) -> None:
         """The device copy no longer equals the bytes at rest."""
         self.loop.do(lambda: self.residency.stale(unit))
 
-    def settle(self, unit: Unit, *, keep_guess: bool = False) -> None:
-        """Wait for the unit's gradients and its queued update, and give up its guess: the gradients may change."""
+    def settle(self, unit: Unit, *, keep_guess: bool = False, changes: bool = False) -> None:
+        """Wait for the unit's gradients and its queued update, and give up its guess: the gradients may change.
+        `changes`: they will, so that a save must have read them.
+        """
         with self.metrics.inside(GRADIENT):
             unit.finish_grads()
         if unit.pending is not None or (unit.guess is not None and not keep_guess):
-            with self.metrics.timed("stall_grad_s", unit.name):
+            with self.metrics.timed("stall_save_s" if held(unit) else "stall_grad_s", unit.name):
                 self.loop.run(self._settled(unit, keep_guess))
+        if changes and unit.gate is not None and unit.gate.holds_gradients:
+            with self.metrics.timed("stall_save_s", unit.name):
+                self.loop.run(unit.gate.gradients())
+
+    def free_records(self, unit: Unit) -> None:
+        """Wait until no save has to read the unit's records any more: they are about to change."""
+        gate = unit.gate
+        if gate is not None and gate.holds(None):
+            with self.metrics.timed("stall_save_s", unit.name):
+                self.loop.run(gate.records())
 
     async def _settled(self, unit: Unit, keep_guess: bool = False) -> None:
         await self.updates.settled(unit)
@@ -220,7 +238,7 @@ class Pager:
         """
         for unit in self.units:
             if unit.pending is not None or unit.guess is not None:
-                with self.metrics.timed("stall_update_s", unit.name):
+                with self.metrics.timed("stall_save_s" if held(unit) else "stall_update_s", unit.name):
                     self.loop.run(self._settled(unit))
 
     def look_ahead(self, depth: int | None) -> None:

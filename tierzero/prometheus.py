@@ -35,6 +35,7 @@ STALLS = {
     "update": "stall_update_s",
     "gradient": "stall_grad_s",
     "activation": "stall_activation_s",
+    "save": "stall_save_s",
 }
 
 

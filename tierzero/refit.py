@@ -96,7 +96,7 @@ class States:
             buffers = self._block(fitted.update_bytes, "chunk buffers of the optimizer step")
             chunk = engine.placement.chunk
             stepper = NATIVE.Stepper(engine.io.native, buffers.tensor, chunk, format=fitted.widest.native)
-            engine._undo.append(stepper.close)
+            engine.at_end.append(stepper.close)
         elif fitted.work_bytes:
             work = self._block(fitted.work_bytes, "one state record for the optimizer step")
         what = "the parameters of a split update"

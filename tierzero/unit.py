@@ -87,6 +87,7 @@ class Unit:
         self.pending: Any = None  # the queued update that the next use waits for
         self.generic: Any = None  # GenericState: what optimizers other than AdamW keep
         self.guess: Any = None  # an update that was begun before the step was taken
+        self.gate: Any = None  # what a save has still to read; see gate.py
         self.has_grads = False  # since the last step: its parameters are about to change
         self.master_edited = False  # since the last step: the parameters need not be the rounded masters
         self.prefetched = False
@@ -250,8 +251,8 @@ class Unit:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def own_grads(self) -> None:
-        """Wait until no queued update needs the gradient buffer any more."""
-        if self.pending is not None or self.guess is not None:
+        """Wait until no queued update and no save needs the gradient buffer any more."""
+        if self.pending is not None or self.guess is not None or self.gate is not None:
             self.settle()
 
     def _frozen(self, index: int) -> TierzeroError:

@@ -6,12 +6,7 @@ which snapshot is there, and nothing reads them back.
 
 from __future__ import annotations
 
-import base64
-import random
 from typing import Any
-
-import numpy as np
-import torch
 
 from tierzero.cli.config import Config
 from tierzero.cli.files import write_json
@@ -20,39 +15,6 @@ from tierzero.errors import ConfigError
 
 def snapshot_name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every random generator of the process, as JSON values."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "torch": _encode(torch.get_rng_state()),
-        "python": [version, list(words), gauss],
-        "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), position, has_gauss, cached],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = [_encode(one) for one in torch.cuda.get_rng_state_all()]
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave."""
-    torch.set_rng_state(_decode(state["torch"]))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all([_decode(one) for one in state["cuda"]])
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def model_identity(config: Config) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tierzero as tz
+from tierzero.checkpoint import randomness
 from tierzero.cli import checkpoints
 from tierzero.cli.config import Config
 from tierzero.cli.data import Sampler
@@ -84,7 +85,7 @@ class Trainer:
         meta = tz.restore(self.model, self.optimizer)
         self.scheduler.load_state_dict(meta["scheduler"])
         self._follow_configured_lr()
-        checkpoints.set_random_state(meta["random"])
+        randomness.set_random_state(meta["random"])
         self.step = self.saved = int(meta["step"])
         self.view.say(
             f"resumed after step {self.step} of {self.config.train.steps} from {self.config.store}: parameters, "
@@ -161,12 +162,12 @@ class Trainer:
             "step": self.step,
             "loss": loss,
             "scheduler": _plain_scheduler(self.scheduler),
-            "random": checkpoints.random_state(),
+            "random": randomness.random_state(),
             "model": checkpoints.model_identity(self.config),
             "settings": checkpoints.loop_settings(self.config),
             "text": self.task.corpus.fingerprint(),
         }
-        tz.commit(self.model, self.optimizer, name=checkpoints.snapshot_name(self.step), meta=meta)
+        tz.snapshot(self.model, self.optimizer, name=checkpoints.snapshot_name(self.step), meta=meta)
         checkpoints.write_note(self.config, self.step, loss)
         self.saved = self.step
 

@@ -204,6 +204,7 @@ class AdamW(TieredOptimizer):
 
     def restored(self) -> None:
         """A snapshot has set the units' step counts."""
+        super().restored()
         for unit, members in self.members.items():
             for index, _ in members:
                 self.state[unit.rest[index]]["step"].fill_(unit.steps[index])
@@ -272,7 +273,7 @@ class StateSource:
                 self.part, self.unit.layout.places[self.index].elem, value.detach().cpu().float().reshape(-1)
             )
 
-        self.unit.at_rest(write(), changes=self.part == StateRecord.MASTER)
+        self.unit.at_rest(write(), writes=True, changes=self.part == StateRecord.MASTER)
 
 
 def _state(unit: Unit, index: int) -> dict[str, Any]:

@@ -55,7 +55,9 @@ def load_unit(
         index: Kept(recipe.name, masters.get(index), _on_host(values) if states[index] else {})
         for index, values in loaded.items()
     }
-    unit.at_rest(replace_states(unit.owner.homes, unit, fresh, f"loading a state of {recipe.cls.__name__}"))
+    unit.at_rest(
+        replace_states(unit.owner.homes, unit, fresh, f"loading a state of {recipe.cls.__name__}"), writes=True
+    )
 
 
 def _on_host(values: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class SlotSource:
             state, slot = self._slot()
             await state.write(slot, value)
 
-        self.unit.at_rest(write())
+        self.unit.at_rest(write(), writes=True)
 
 
 class MasterSource:

@@ -1,0 +1,324 @@
+"""load: what `save` has written, into a model that is offloaded anywhere, one tensor at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierzero.api import open_engine
+from tierzero.checkpoint.contents import EXTRA, made_by, optimizers_of, others_of
+from tierzero.checkpoint.frozen_unit import MOMENTS
+from tierzero.checkpoint.index import StoredTensor, read_head
+from tierzero.checkpoint.randomness import set_random_state
+from tierzero.checkpoint.reader import Reader
+from tierzero.checkpoint.refill import MASTER, refill_params, refill_states
+from tierzero.checkpoint.weights import load_weights
+from tierzero.clock import SAVE
+from tierzero.engine import Engine
+from tierzero.errors import TierzeroError
+from tierzero.generic import Kept
+from tierzero.optim.adamw import AdamW
+from tierzero.optim.base import TieredOptimizer, home_of
+from tierzero.optim.generic import WrappedOptimizer
+from tierzero.optim.generic_update import replace_states
+from tierzero.unit import Unit
+
+log = logging.getLogger("tierzero")
+
+
+def load(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    states: Mapping[str, Any] | None = None,
+    random: bool = True,
+    verify: bool = True,
+    strict: bool = True,
+    in_place: bool = False,
+) -> dict[str, Any]:
+    """Put what `save` has written into the directory `path` back into an offloaded `model`, under whatever placement
+    and budgets it has now; one tensor is in memory at a time. Returns the `meta` that was saved.
+
+    With `optimizer` (built over the same parameters in the same groups) the run goes on from there bit for bit:
+    states, hyper-parameters, accumulated gradients and, with `random`, the random generators come back too. Without it
+    only the weights and buffers do, cast to the model's dtypes; optimizer states that are there stay. states: objects
+    by the names that they were saved under; those that can (modules) are filled tensor by tensor, others get
+    load_state_dict().
+
+    Everything is checked before anything is changed: names, shapes and dtypes against the model, and with `verify` all
+    bytes against their checksums, which reads them one more time.
+    A path that holds no such checkpoint goes to `load_weights`, with `strict` and `in_place`: safetensors, or what
+    torch.distributed.checkpoint has written. Then {"missing": [...], "unexpected": [...]} is returned.
+
+    Raises TierzeroError naming the first parameter, group or state that differs, StoreCorruptError naming the file and
+    tensor that is damaged, FileNotFoundError if nothing is there. After an OSError in the middle the model holds part
+    of both: load again.
+    """
+    engine = open_engine(model)
+    directory = Path(path)
+    if read_head(directory) is None:
+        if optimizer is not None or states:
+            raise TierzeroError(
+                f"{directory} is no checkpoint that tierzero.save has written, so it has no optimizer states to go on "
+                "from: load the weights alone, tierzero.load(model, path)"
+            )
+        with engine.metrics.inside(SAVE, "save", f"load {path}"):
+            return load_weights(model, path, strict=strict, in_place=in_place)._asdict()
+    if in_place or not strict:
+        raise TierzeroError(
+            f"{directory} is a checkpoint that tierzero.save has written: it is loaded whole and copied, so leave "
+            "strict= and in_place= out"
+        )
+    with engine.metrics.inside(SAVE, "save", f"load {path}"), Reader(directory) as reader, torch.no_grad():
+        return Loading(engine, model, reader, optimizers_of(optimizer), dict(states or {})).run(random, verify)
+
+
+class Loading:
+    """One load."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        reader: Reader,
+        optimizers: list[TieredOptimizer],
+        states: dict[str, Any],
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.reader = reader
+        self.index = reader.index
+        self.optimizers = optimizers
+        self.states = states
+        self.where = reader.path.parent
+
+    def run(self, random: bool, verify: bool) -> dict[str, Any]:
+        """See load."""
+        self.engine.pager.check_idle(self.engine.units, "load outside the model and `unsharded`")
+        self._check_model()
+        groups = self._groups()
+        self._check_states()
+        if verify:
+            for _ in self.reader.verify():
+                pass
+        self._take(groups)
+        gradients = self._gradients() if self.optimizers else 0
+        for name, one in self.states.items():
+            self._restore(name, one)
+        extra = self.index.extra
+        if self.optimizers and random and "random" in extra:
+            set_random_state(extra["random"])
+        log.info(
+            "loaded %s: %d tensors of the model%s%s%s",
+            self.where,
+            sum(key.startswith("model.") for key in self.index.tensors),
+            f", {len(self.optimizers)} optimizer(s)" if self.optimizers else ", no optimizer",
+            f", {gradients} accumulated gradients" if gradients else "",
+            f", states {', '.join(self.states)}" if self.states else "",
+        )
+        return self.index.meta
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
+        wanted: dict[str, torch.Tensor] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if name.split(".")[-1] != EXTRA and isinstance(value, torch.Tensor):
+                wanted[f"model.{name}"] = value
+        saved = [key for key in (*self.index.tensors, *self.index.aliases) if key.startswith("model.")]
+        for key, value in wanted.items():
+            stored = self.index.stored(key)
+            if stored is None:
+                raise self._differs(f"the model has {key.removeprefix('model.')}, which is not in it")
+            self._check(key.removeprefix("model."), stored, value)
+        for key in saved:
+            if key not in wanted:
+                raise self._differs(f"it has {key.removeprefix('model.')}, which is not in the model")
+
+    def _check(self, name: str, stored: StoredTensor, value: torch.Tensor) -> None:
+        if stored.shape != tuple(value.shape):
+            raise self._differs(f"{name} has the shape {stored.shape} there and {tuple(value.shape)} in the model")
+        if self.optimizers and stored.dtype != value.dtype:
+            raise self._differs(
+                f"{name} is {stored.dtype} there and {value.dtype} in the model (weights alone are cast, without "
+                "optimizer=)"
+            )
+
+    def _differs(self, what: str) -> TierzeroError:
+        return TierzeroError(
+            f"the checkpoint {self.where} is not of this model: {what}. Nothing was changed; build the model and the "
+            "optimizer as they were when it was saved"
+        )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The saved parameter groups, as the optimizers' state dicts have them."""
+        if not self.optimizers:
+            return []
+        saved: dict[int, dict[str, Any]] = {}
+        for key, path in self.index.paths.items():
+            if path[:2] == ["optimizer", "param_groups"]:
+                is_object = key in self.index.objects
+                value = self.reader.object(key) if is_object else self.reader.tensor(key)
+                saved.setdefault(int(path[2]), {})[str(path[3])] = value
+        mine = [(one, group) for one in self.optimizers for group in one.param_groups]
+        if len(saved) != len(mine):
+            raise self._differs(f"it has {len(saved)} parameter groups and the optimizer has {len(mine)}")
+        found = []
+        for number, (one, group) in enumerate(mine):
+            theirs_by = self.index.extra["made_by"][number]
+            if theirs_by != made_by(one):
+                raise self._differs(f"its parameter group {number} was stepped by {theirs_by}, not by {made_by(one)}")
+            names = [unit.names[index] for unit, index in map(home_of, group["params"])]
+            theirs = saved[number].pop("params")
+            for name, other in zip(names, theirs, strict=False):
+                if name != other and self.index.aliases.get(f"model.{name}") != f"model.{other}":
+                    raise self._differs(f"parameter group {number} has {other} where the optimizer has {name}")
+            if len(names) != len(theirs):
+                raise self._differs(
+                    f"parameter group {number} has {len(theirs)} parameters and the optimizer's {len(names)}"
+                )
+            first = sum(len(before["params"]) for before in one.param_groups[: one.param_groups.index(group)])
+            found.append({**saved[number], "params": list(range(first, first + len(names)))})
+        return found
+
+    def _check_states(self) -> None:
+        for name, parts in self._of_optimizer.items() if self.optimizers else ():
+            param = self.index.tensors.get(f"model.{name}")
+            for part in (MASTER, *MOMENTS):
+                stored = self.index.tensors.get(parts.get(part, ""))
+                if stored is not None and (param is None or stored.shape != param.shape):
+                    raise self._differs(f"{part} of {name} has the shape {stored.shape}")
+        for name in self.states:
+            if not self._of_state(name) and f"states.{name}" not in self.index.objects:
+                there = sorted({str(path[1]) for path in self.index.paths.values() if path[0] == "states"})
+                raise self._differs(f"it has no state {name!r}, only {', '.join(there) or 'none'}")
+
+    def _of_state(self, name: str) -> dict[str, str]:
+        """The tensors of a state: their keys by their names in it."""
+        return {
+            str(path[2]): key for key, path in self.index.paths.items() if path[:2] == ["states", name] and path[2:]
+        }
+
+    # -- putting back --------------------------------------------------------------------------------------------------
+
+    def _take(self, groups: list[dict[str, Any]]) -> None:
+        """Everything of the model and the optimizers, unit by unit."""
+        members: dict[Unit, dict[int, TieredOptimizer]] = {}
+        for one in self.optimizers:
+            count = len(one.param_groups)
+            take_groups(one, groups[:count])
+            groups = groups[count:]
+            for unit, index in (home_of(param) for group in one.param_groups for param in group["params"]):
+                members.setdefault(unit, {})[index] = one
+        for unit in self.engine.units:
+            self._take_unit(unit, members.get(unit, {}))
+        for one in self.optimizers:
+            one.restored()
+        modules = dict(self.model.named_modules())
+        for name, value in others_of(self.model).items():
+            key = f"model.{name}"
+            if key in self.index.objects:
+                modules[name.rpartition(".")[0]].set_extra_state(self.reader.object(key))
+            elif isinstance(value, torch.Tensor) and name.split(".")[-1] != EXTRA:
+                value.copy_(self.reader.tensor(key))
+
+    def _take_unit(self, unit: Unit, members: dict[int, TieredOptimizer]) -> None:
+        params = [f"model.{name}" for name in unit.names]
+        trained = {index for index, place in enumerate(unit.layout.places) if place.elem >= 0}
+        adam = {index for index in trained if isinstance(members.get(index), AdamW)}
+        whole = unit.state is not None and bool(adam)
+        if unit.generic is not None:  # its masters change as a whole
+            for index, key in enumerate(params):
+                unit.rest[index].copy_(self.reader.tensor(key))
+        else:
+            work = refill_params(self.reader, unit, params, masters=not whole or adam != trained)
+            unit.at_rest(work, changes=True)
+        unit.version += 1
+        parts = {index: self._parts(unit, index) for index in trained & members.keys()}
+        if whole:
+            keys = {index: {MASTER: params[index], **parts[index]} for index in adam}
+            unit.at_rest(refill_states(self.reader, unit, keys, trained - adam), changes=True)
+        for index in adam:
+            step = parts[index].get("step")
+            unit.steps[index] = int(self.reader.tensor(step)) if step is not None else 0
+        generic = {index: parts[index] for index in parts.keys() - adam}
+        if generic:
+            take_generic(
+                unit, {i: {part: self._value(k) for part, k in own.items()} for i, own in generic.items()}, members
+            )
+
+    def _parts(self, unit: Unit, index: int) -> dict[str, str]:
+        """The keys of a parameter's states, by what they are."""
+        return self._of_optimizer.get(self._canonical(unit, index), {})
+
+    @cached_property
+    def _of_optimizer(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for key, path in self.index.paths.items():
+            if path[:2] == ["optimizer", "state"]:
+                found.setdefault(str(path[2]), {})[str(path[3])] = key
+        return found
+
+    def _canonical(self, unit: Unit, index: int) -> str:
+        key = f"model.{unit.names[index]}"
+        return self.index.aliases.get(key, key).removeprefix("model.")
+
+    def _value(self, key: str) -> Any:
+        if key in self.index.objects:
+            return self.reader.object(key)
+        return self.reader.tensor(key)
+
+    def _gradients(self) -> int:
+        """The accumulated gradients; how many there are."""
+        count = 0
+        for unit in self.engine.units:
+            self.engine.pager.settle(unit)
+            for index in range(len(unit.rest)):
+                name = self._canonical(unit, index)
+                if f"gradients.{name}" not in self.index.tensors:
+                    unit.rest[index].grad = None
+                    continue
+                unit.publish_grad(index).copy_(self.reader.tensor(f"gradients.{name}"))
+                unit.unscaled[index], unit.coef[index] = self.index.extra["scales"][name]
+                unit.norms = None
+                count += 1
+        return count
+
+    def _restore(self, name: str, one: Any) -> None:
+        keys = self._of_state(name)
+        if not keys:
+            one.load_state_dict(self.reader.object(f"states.{name}"))
+            return
+        there = one if isinstance(one, Mapping) else one.state_dict()
+        for inner, key in keys.items():
+            target = there.get(inner)
+            if not isinstance(target, torch.Tensor) or tuple(target.shape) != self.index.tensors[key].shape:
+                raise self._differs(f"the state {name!r} has {inner} otherwise")
+            target.copy_(self.reader.tensor(key))
+
+
+def take_groups(optimizer: TieredOptimizer, groups: list[dict[str, Any]]) -> None:
+    """The hyper-parameters of `groups`, checked and cast by the optimizer itself, and no states."""
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            group.setdefault(key, value)  # what a scheduler has added
+
+
+def take_generic(unit: Unit, states: dict[int, dict[str, Any]], members: dict[int, TieredOptimizer]) -> None:
+    """The states of wrapped optimizers, exactly as they were: torch's load_state_dict would cast them."""
+    fresh = {}
+    for index, values in states.items():
+        one = members[index]
+        assert isinstance(one, WrappedOptimizer)
+        master = values.pop(MASTER, None)
+        fresh[index] = Kept(one.made_by, master, values)
+    unit.at_rest(replace_states(unit.owner.homes, unit, fresh, "loading the states"), changes=True)

@@ -1,0 +1,199 @@
+"""Where a checkpoint is written: beside its name first, under its name when it is whole; and what goes away then.
+
+Note [names beside]
+A checkpoint is written into `.NAME.tierzero-DIGITS` beside its target, and one that is deleted gets such a
+name first, so that a directory without one is whole. Whoever has such a directory in use holds a lock (flock) on it,
+which the system takes away with the process. The next save removes those that nobody holds and that contain nothing but
+a checkpoint's files; everything else is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from tierzero.checkpoint.index import INDEX, METADATA, OURS, read_head, read_index
+from tierzero.errors import StoreError, TierzeroError
+from tierzero.manifest import sync_directory
+
+log = logging.getLogger("tierzero")
+
+_BESIDE = re.compile(r"\.(.+)\.tierzero-[0-9a-f]{16}")
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
+_HERE = -100  # AT_FDCWD
+
+
+class Place:
+    """A new directory beside `target`, locked until `close`."""
+
+    def __init__(self, target: Path, overwrite: bool) -> None:
+        self.target = target
+        self.overwrite = overwrite
+        self.check()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent)
+        self.path = _beside(target)
+        self.path.mkdir()
+        self._published = False
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def check(self) -> None:
+        """StoreError if the target may not be written."""
+        target = self.target
+        if not os.path.lexists(target) or (_is_directory(target) and not any(target.iterdir())):
+            return
+        if not _is_checkpoint(target):
+            raise StoreError(
+                f"{target} is there and is no checkpoint of tierzero, so it is not replaced: save to another path"
+            )
+        if not self.overwrite:
+            raise StoreError(
+                f"there is a checkpoint in {target} already: save to another path, or give overwrite=True to replace it"
+            )
+        strange = _strange(target)
+        if strange:
+            raise StoreError(
+                f"the checkpoint in {target} is not replaced: its directory contains {strange[0]}, which no save has "
+                "written. Move that away, or save to another path"
+            )
+
+    def check_space(self, nbytes: int) -> None:
+        """OSError(ENOSPC) if the drive has no room for `nbytes`."""
+        free = shutil.disk_usage(self.path).free
+        if free < nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"the checkpoint needs {nbytes} bytes and {free} are free: delete old checkpoints or save to another "
+                "drive. Nothing was changed",
+                str(self.target),
+            )
+
+    def publish(self) -> None:
+        """Give the directory its name, which is durable then; a checkpoint of that name goes away."""
+        sync_directory(str(self.path))
+        self.check()
+        old = None
+        if _is_checkpoint(self.target):
+            old = _swap(self.path, self.target)
+        else:
+            os.rename(self.path, self.target)
+        self._published = True
+        sync_directory(str(self.target.parent))
+        if old is not None:
+            remove(old)
+
+    def close(self) -> None:
+        """Give up the lock, and what was not published. Harmless when closed."""
+        lock, self._lock = self._lock, -1
+        if lock < 0:
+            return
+        try:
+            if not self._published:
+                remove(self.path)
+        finally:
+            os.close(lock)
+
+
+def next_sequence(parent: Path) -> int:
+    """One more than the last checkpoint in `parent` has."""
+    return 1 + max((number for number, _ in checkpoints_in(parent)), default=0)
+
+
+def checkpoints_in(parent: Path) -> list[tuple[int, Path]]:
+    """(sequence, directory) of the checkpoints in `parent`, oldest first."""
+    found = []
+    for path in parent.iterdir():
+        if not _BESIDE.fullmatch(path.name) and _is_directory(path):
+            head = read_head(path)
+            if head is not None:
+                found.append((int(head.get("sequence", 0)), path))
+    return sorted(found)
+
+
+def prune(parent: Path, keep: int) -> None:
+    """Delete all but the last `keep` checkpoints in `parent`. One with files of somebody else is kept, and said so."""
+    for _, path in checkpoints_in(parent)[:-keep]:
+        strange = _strange(path)
+        if strange:
+            log.warning("%s is not deleted: it contains %s, which no save has written", path, strange[0])
+            continue
+        gone = _beside(path)
+        os.rename(path, gone)
+        remove(gone)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what saves have left in `parent` that were cut short; see Note [names beside]. A whole one whose name is
+    free gets its name: it was about to.
+    """
+    for path in sorted(parent.iterdir()):
+        match = _BESIDE.fullmatch(path.name)
+        if match is None or not _is_directory(path) or _strange(path):
+            continue
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            named = parent / match[1]
+            if _is_whole(path) and not os.path.lexists(named):
+                os.rename(path, named)
+            else:
+                remove(path)
+        except BlockingIOError:
+            continue  # a save that goes on
+        finally:
+            os.close(lock)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint's directory, its index first, so that no part of it is ever taken for a whole one."""
+    for name in (INDEX, *sorted(OURS - {INDEX})):
+        with suppress(FileNotFoundError):
+            (path / name).unlink()
+    path.rmdir()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tierzero-{secrets.token_hex(8)}")
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return _is_directory(path) and read_head(path) is not None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_index(path)
+    except (OSError, TierzeroError):
+        return False
+    return (path / METADATA).is_file()
+
+
+def _strange(path: Path) -> list[str]:
+    """The names in a directory that no checkpoint has."""
+    return sorted(one.name for one in path.iterdir() if one.name not in OURS or one.is_symlink() or not one.is_file())
+
+
+def _swap(new: Path, target: Path) -> Path:
+    """Put `new` in the place of `target`; where that one is now."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        one, other = os.fsencode(new), os.fsencode(target)
+        if libc.renameat2(_HERE, one, _HERE, other, ctypes.c_uint(_EXCHANGE)) == 0:
+            return new
+    old = _beside(target)  # `sweep` puts it back if this is cut short
+    os.rename(target, old)
+    os.rename(new, target)
+    return old
