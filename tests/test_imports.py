@@ -77,7 +77,7 @@ ROWS = [
         "source",
         "references",
     },
-    {"borrowed"},
+    {"borrowed", "deferred"},
     {"unit", "partition", "placement", "rows"},
     {"parts"},
     {"fit", "unit_sizes"},
