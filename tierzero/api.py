@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tierzero.changes import differs, write_back
 from tierzero.checkpoint import snapshot
 from tierzero.clock import SAVE
 from tierzero.endurance import days_left, per_day
@@ -104,25 +105,30 @@ def unsharded(module: nn.Module, *, write: bool = False, recurse: bool = True) -
     """Inside, the parameters of `module` are live: whole, plain, on the compute device. With `write`, changed ones are
     written back at the end.
 
-    All of them must fit the device budget at once: for a large model do it module by module. After an exception nothing
-    is written.
+    What is computed from them may be part of a loss. All of them must fit the device budget at once: for a large model
+    do it module by module. Without `write`, and after an exception, values that were changed are as before at the end.
     """
     engine = _open_engine(module)
     units = _units_of(module, recurse)
     held: list[Unit] = []
+    dropped: list[Unit] = []
     hold = Hold()
     done = False
     try:
         for unit in units:
             _acquire(engine, unit, hold, held)
-        yield
-        if write:
-            for unit in units:
+        with engine.hooks.net():
+            yield
+        for unit in units:
+            if write:
                 _write_back(engine, unit)
+            elif any(differs(engine.pager, unit, index) for index in unit.values.changed()):
+                dropped.append(unit)
         done = True
     finally:
         for unit in reversed(held):
-            _let_go(engine, unit, hold, changed=write and not done)
+            touched = not done and unit.live_registered and bool(unit.values.changed())
+            _let_go(engine, unit, hold, changed=unit in dropped or touched)
 
 
 def _acquire(engine: Engine, unit: Unit, hold: Hold, held: list[Unit]) -> None:
@@ -133,25 +139,13 @@ def _acquire(engine: Engine, unit: Unit, hold: Hold, held: list[Unit]) -> None:
 
 def _let_go(engine: Engine, unit: Unit, hold: Hold, *, changed: bool) -> None:
     engine.pager.release(unit, hold, register_rest=True)
-    if changed:
+    if changed and not unit.pins:
         engine.pager.mark_stale(unit)
 
 
 def _write_back(engine: Engine, unit: Unit, *, all_of_it: bool = False) -> None:
-    engine.pager.settle(unit)  # its parameters came before its masters were written
-    for index, live in enumerate(unit.live):
-        value = live.detach().to("cpu")
-        if not value.numel():
-            unit.blank.discard(index)
-            continue
-        if not all_of_it and index not in unit.blank:
-            same = torch.equal(
-                engine.run(unit.read_param(index)).view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
-            )
-            if same:
-                continue
-        engine.run(unit.write_param(index, value))
-        unit.version += 1
+    unit.version += len(write_back(engine.pager, unit, range(len(unit.live)), compare=not all_of_it))
+    unit.values.at_rest()
 
 
 def initialize(model: nn.Module) -> None:
@@ -267,6 +261,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
 def commit(model: nn.Module, optimizer: snapshot.Optimizers, name: str, meta: dict[str, Any] | None = None) -> None:
     """See tierzero.checkpoint.snapshot.commit."""
     engine = _open_engine(model)
+    engine.hooks.arrivals.check(engine.model() or model, trained=False)
     with engine.metrics.inside(SAVE, "save", f"commit {name}"):
         snapshot.commit(engine, optimizer, name, meta or {})
 

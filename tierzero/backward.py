@@ -46,9 +46,11 @@ from tierzero.unit import Unit
 
 
 class Backward:
-    """The backwards through one offloaded model. `end_frames(task)` ends the forwards that a backward recomputed."""
+    """The backwards through one offloaded model. `end_frames(task, over)` ends the forwards that a backward recomputed;
+    `over` tells whether the backward is.
+    """
 
-    def __init__(self, units: list[Unit], pager: Pager, end_frames: Callable[[int], None]) -> None:
+    def __init__(self, units: list[Unit], pager: Pager, end_frames: Callable[[int, bool], None]) -> None:
         self.pager = pager
         self.end_frames = end_frames
         self.units = units
@@ -100,7 +102,7 @@ class Backward:
 
     def _backward_begins(self, unit: Unit) -> None:
         if in_backward():  # frames are left of it where torch silenced an exception in the hook after a recomputation
-            self.end_frames(torch._C._current_graph_task_id())
+            self.end_frames(torch._C._current_graph_task_id(), False)
         self.note_task()
         self.pager.begin_backward(unit, record=True)
 
@@ -154,7 +156,7 @@ class Backward:
         if task in self.tasks:
             if self.metrics.watch is not None:
                 self.metrics.watch.end(self)
-            self.end_frames(task)
+            self.end_frames(task, True)
             if self.tasks == {task}:
                 self._end_backwards()
                 self.units[0].owner.backward_over()
@@ -166,7 +168,7 @@ class Backward:
             self.cut = True
             if self.metrics.watch is not None:
                 self.metrics.watch.end(self)
-            self.end_frames(task)
+            self.end_frames(task, True)
             if self.tasks == {task}:
                 self.reset()
             self.tasks.discard(task)

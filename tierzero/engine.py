@@ -17,17 +17,17 @@ from tierzero.activations import Activations
 from tierzero.errors import ConfigError
 from tierzero.homes import Homes
 from tierzero.hooks import Hooks
-from tierzero.layout import VERSION
 from tierzero.loop import LoopThread
 from tierzero.malloc import keep_freed
 from tierzero.metrics import DriveTotals, Metrics
 from tierzero.microbatch import MicroBatches, check_count
-from tierzero.model import check_model, check_same_model, give_back, move_buffers
+from tierzero.model import check_model, check_same_model, describe, give_back, move_buffers
 from tierzero.native import NATIVE
 from tierzero.pager import Pager
 from tierzero.partition import Part, Units, partition
 from tierzero.placement import Placement, place
 from tierzero.records import HostRecord
+from tierzero.references import References
 from tierzero.refit import States
 from tierzero.room import Room
 from tierzero.schedule import Trace
@@ -144,18 +144,21 @@ class Engine:
             self.states.make_room()
             if self.store.resumed is not None:
                 self.loop.run(self.store.verify())
-                check_same_model(self.store.resumed.meta, self.describe())
+                check_same_model(self.store.resumed.meta, describe(self.units, placement.chunk))
                 split = self.states.take(self.store.resumed.meta["engine"]["state"])
         moved: list[Unit] = []
+        references = References(model, [param for part in parts for param in part.params])
         try:
             for unit, part in zip(self.units, parts, strict=True):
                 self._move(unit, part, split)
                 moved.append(unit)
+                references.replace(part.params, unit.rest)
+                part.params.clear()  # their memory is free now
             for unit in self.units if self.store is not None and self.store.resumed is not None else []:
                 self.loop.run(self.homes.reopen_generic(unit))
         except BaseException:
             for unit in moved:  # a failure leaves the model as it was
-                give_back(unit, self.loop)
+                give_back(unit, self.loop, references)
             raise
         if self.device.type != "cpu":
             move_buffers(model, self.device)
@@ -172,7 +175,7 @@ class Engine:
         return made
 
     def _move(self, unit: Unit, part: Part, split: list[str]) -> None:
-        """Take one unit's parameters out of the model and into the tiers; its memory is free afterwards."""
+        """Take one unit's parameters out of the model and into the tiers."""
         unit.slots = part.slots
         unit.owner = self
         unit.master_edited = bool(self.store is not None and self.store.resumed is not None)
@@ -184,7 +187,6 @@ class Engine:
         else:
             self.loop.run(self.homes.reopen(unit, unit.name in split))
         unit.register_rest()
-        part.params.clear()
 
     def reserve_for_snapshot(self) -> None:
         """Have the space that a snapshot and the steps after it need, so that a full disk shows before anything is
@@ -278,22 +280,6 @@ class Engine:
             and not unit.master_edited
             and sum(unit in optimizer.members for optimizer in self.optimizers) == 1
         )
-
-    # -- snapshots -----------------------------------------------------------------------------------------------------
-
-    def describe(self) -> dict[str, Any]:
-        """What a snapshot must agree with to be opened under this model."""
-        return {
-            "layout": VERSION,
-            "chunk": self.placement.chunk,
-            "units": [
-                [
-                    unit.name,
-                    [[p.spec.name, list(p.spec.shape), p.spec.dtype, p.spec.trainable] for p in unit.layout.places],
-                ]
-                for unit in self.units
-            ],
-        }
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

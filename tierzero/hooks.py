@@ -18,18 +18,15 @@ it is undone, and undoing twice is harmless. The next forward of the root takes 
 unless the root is already running further up the Python stack (a model that calls itself, `generate`).
 
 Private torch names used here, and why:
-- nn.Module._call_impl: its code object, to see whether the root is running further up the stack.
 - torch.autograd._profiler_enabled: ranges cost some microseconds each, and no public name tells if one listens.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,27 +34,30 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tierzero.activations import Activations
+from tierzero.arrivals import Arrivals
 from tierzero.backward import Backward, Inputs, in_backward
+from tierzero.changes import keep_changes
 from tierzero.clock import COMPUTE, ENGINE
 from tierzero.entrances import hook_entrances
 from tierzero.errors import TierzeroError
+from tierzero.lending import Borrower, Lending
+from tierzero.modules import ModuleHook, is_nested
 from tierzero.pager import Pager
-from tierzero.pins import Pin
 from tierzero.ranges import ProfilerRanges
 from tierzero.saved import Keep, Kept, Net, unit_of
 from tierzero.unit import Unit
 
 
-class _Frame(Pin):
+class _Frame(Borrower):
     """One running forward of a unit's module. Leaving it twice is leaving it once."""
 
-    __slots__ = ("acquired", "again", "entrance", "inputs", "net", "pieces", "task", "train", "unit")
+    __slots__ = ("acquired", "again", "entrance", "inputs", "net", "pieces", "task", "unit")
 
     def __init__(self, unit: Unit, train: bool, entrance: int = 0) -> None:
+        super().__init__(train)
         self.entrance = entrance  # id of the module that was called instead of the unit's; see entrances.py
         self.again = 0  # how many more times it is running further down
         self.unit = unit
-        self.train = train
         self.task = torch._C._current_graph_task_id()  # the backward that recomputes it, or -1
         self.acquired = False
         self.pieces = False  # it runs its batch in pieces; see microbatch.py
@@ -74,11 +74,15 @@ class Hooks:
         self.pager = pager
         self.activations = activations
         self.keep: Keep = Kept if activations is None else activations.keep
-        self.root_nets: list[Net] = []  # of the root's forwards: what is saved between units moves too
+        self.roots: list[Borrower] = []  # the root's forwards
+        self.root_nets: list[Net] = []  # and what stands in for what is saved between units in them
+        self.recomputing: dict[int, Borrower] = {}  # backwards in which functions run again, by task
         self.frames: list[_Frame] = []
         self.floor = 0  # frames below belong to registered methods, which clean up after themselves
         self.backward = Backward(units, pager, self._end_frames)
         self.by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in units}
+        self.lending = Lending(self.by_storage, pager, self._borrower, lambda: any(f.pieces for f in self.frames))
+        self.arrivals = Arrivals(units)
         self.handles: list[Any] = []
         # opaque to the compiler; not decorators, because that would import it with this module
         self.metrics = pager.metrics
@@ -94,13 +98,10 @@ class Hooks:
         self.add(root, lambda args, kwargs: enter(weak(), args, kwargs), leave)
 
     def add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Hook `module`, but not copies of it: deepcopy takes hooks along."""
-        mine = weakref.ref(module)
+        """Hook `module`, but not copies of it."""
         self.handles += [
-            module.register_forward_pre_hook(
-                lambda m, args, kwargs: before(args, kwargs) if m is mine() else None, prepend=True, with_kwargs=True
-            ),
-            module.register_forward_hook(lambda m, _, out: after(out) if m is mine() else None, always_call=True),
+            module.register_forward_pre_hook(ModuleHook(module, before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(ModuleHook(module, lambda _, output: after(output)), always_call=True),
         ]
 
     def _enter_root(
@@ -125,35 +126,55 @@ class Hooks:
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not in_backward():
-            if (self.frames or self.backward.unfinished or self.root_train is not None) and not _is_nested():
+            if (self.frames or self.backward.unfinished or self.root_train is not None) and not is_nested():
                 self.reset()
             elif not self.frames:
-                self.pager.repin([])
+                self.pager.repin(self.roots)
+            if torch.is_grad_enabled():
+                self.arrivals.check(root, trained=True)
             self.root_train = torch.is_grad_enabled()
             if self.metrics.watch is not None:
                 self.metrics.watch.begin(self, "pass", "forward")
         if self.pager.transfer.device.type != "cpu":
             args, kwargs = tree_map(self.to_device, (args, kwargs))
-        if self.activations is not None and not in_backward():
-            self.activations.begin(root, (args, kwargs))
-            self.root_nets.append(self._net())
+        if not in_backward():
+            if self.activations is not None:
+                self.activations.begin(root, (args, kwargs))
+            self.roots.append(Borrower(bool(self.root_train)))
+            self.root_nets.append(self.net())
             self.root_nets[-1].enter()
         return args, kwargs
 
-    def _leave_root(self, output: Any) -> None:
+    def _leave_root(self, output: Any) -> Any:
+        changed = None
         if not in_backward():
-            if self.root_nets:
-                self._leave_root_net()
-            if not self.root_nets:
+            if self.roots:
+                changed = self._without_views(list(self.roots[-1].lent.values()), output)
+                self._leave_last_root()
+            if not self.roots:
                 self.root_train = None
                 if self.metrics.watch is not None:
                     self.metrics.watch.end(self)
+        return changed
 
-    def _leave_root_net(self) -> None:
+    def _leave_last_root(self) -> None:
         self.root_nets[-1].leave()
+        self.lending.give_back(self.roots[-1])
         self.root_nets.pop()
+        self.roots.pop()
 
-    def _net(self) -> Net:
+    def _borrower(self) -> Borrower | None:
+        """The innermost forward or backward that runs; see lending.py."""
+        task = torch._C._current_graph_task_id()
+        if self.frames and self.frames[-1].task == task:
+            return self.frames[-1]
+        if task != -1:
+            self.backward.note_task()
+            return self.recomputing.setdefault(task, Borrower(train=True, whole=True))
+        return self.roots[-1] if self.roots else None
+
+    def net(self) -> Net:
+        """What stands in for weights that are saved while it is entered."""
         return Net(self.by_storage, self.backward.fault, self.keep)
 
     def _hook(self, unit: Unit) -> None:
@@ -190,7 +211,7 @@ class Hooks:
         if torch.is_grad_enabled():
             frame.inputs = self.backward.watch_inputs(unit, args, kwargs)
         # without gradients too: the forward may switch them on inside
-        frame.net = self._net()
+        frame.net = self.net()
         frame.net.enter()
         if self.metrics.watch is not None:
             self.metrics.watch.begin(frame, "recompute" if inside else "forward", unit.name)
@@ -201,9 +222,11 @@ class Hooks:
         while self.frames[-1].unit is not unit:
             self._leave_last()
         frame = self.frames[-1]
-        changed = None
-        if frame.acquired and len(unit.pins) == 1 and any(self._is_weight(unit, leaf) for leaf in tree_leaves(output)):
-            output = changed = tree_map(lambda leaf: leaf.clone() if self._is_weight(unit, leaf) else leaf, output)
+        leaving = [one for one in (unit, *frame.lent.values()) if len(one.pins) == 1]
+        changed = self._without_views(leaving, output) if frame.acquired else None
+        output = output if changed is None else changed
+        if frame.acquired and not in_backward():
+            keep_changes(self.pager, unit)
         if frame.acquired and in_backward():
             self.pager.begin_backward(unit, record=False)
         self._leave_last()
@@ -241,6 +264,7 @@ class Hooks:
         self._show_end(frame)
         if frame.net is not None:
             frame.net.leave()
+        self.lending.give_back(frame)
         self.pager.release(frame.unit, frame, register_rest=True)
         self.frames.pop()
 
@@ -248,8 +272,18 @@ class Hooks:
         if self.metrics.watch is not None:
             self.metrics.watch.end(frame)
 
-    def _is_weight(self, unit: Unit, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and unit_of(leaf, self.by_storage) is unit
+    def _without_views(self, units: list[Unit], output: Any) -> Any:
+        """`output` with copies of what views the storage of one of `units`, and of parameters at rest; None if there
+        are none.
+        """
+
+        def views(leaf: Any) -> bool:
+            found = isinstance(leaf, torch.Tensor) and unit_of(leaf, self.by_storage) in units
+            return found or self.lending.lends(leaf)
+
+        if not any(views(leaf) for leaf in tree_leaves(output)):
+            return None
+        return tree_map(lambda leaf: leaf.clone() if views(leaf) else leaf, output)
 
     def wrap_method(self, module: nn.Module, name: str) -> None:
         """Run the method `name` of `module` as if it were a forward of the innermost unit around it."""
@@ -263,7 +297,7 @@ class Hooks:
 
         @functools.wraps(method)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            floor, depth, nets = self.floor, len(self.frames), len(self.root_nets)
+            floor, depth, roots = self.floor, len(self.frames), len(self.roots)
             try:
                 self.pre_forward(unit, args, kwargs)
                 self.floor = len(self.frames)
@@ -272,8 +306,8 @@ class Hooks:
                 return output if changed is None else changed
             finally:
                 self.floor = floor
-                while len(self.root_nets) > nets:  # an exception
-                    self._leave_root_net()
+                while len(self.roots) > roots:  # an exception
+                    self._leave_last_root()
                 while len(self.frames) > depth:
                     self._leave_last()
 
@@ -289,32 +323,19 @@ class Hooks:
             self.metrics.watch.clear()
         while len(self.frames) > self.floor:
             self._leave_last()
-        while self.root_nets and not self.floor:
-            self._leave_root_net()
+        while self.roots and not self.floor:
+            self._leave_last_root()
+        self.recomputing.clear()
         self.backward.reset()
-        self.pager.repin(self.frames)
+        self.pager.repin([*self.frames, *self.roots])
 
-    def _end_frames(self, task: int) -> None:
-        """The backward that recomputed in these frames is over."""
+    def _end_frames(self, task: int, over: bool) -> None:
+        """Leave the frames in which this backward recomputed, and what was lent to it if it is over."""
         for frame in [frame for frame in self.frames if frame.task == task]:
             # autograd drops the saved-tensor hooks of a backward itself
+            self.lending.give_back(frame)
             self.pager.release(frame.unit, frame, register_rest=True)
             self.frames.remove(frame)
             self._show_end(frame)
-
-
-_CALL = nn.Module._call_impl.__code__
-
-
-def _is_nested() -> bool:
-    """Whether the module whose hook runs is running further up the Python stack too."""
-    frame: FrameType | None = sys._getframe(1)
-    module = None
-    while frame is not None:
-        if frame.f_code is _CALL:
-            here = frame.f_locals.get("self")
-            if module is not None and here is module:
-                return True
-            module = module if module is not None else here
-        frame = frame.f_back
-    return False
+        if over and task in self.recomputing:
+            self.lending.give_back(self.recomputing.pop(task))

@@ -5,6 +5,10 @@ Reading freed bytes is a crash, not an exception, and user code may keep a weigh
 parameter is shut while it is not registered: its class becomes one whose every operation raises a sentence with its
 name. Open, it is a plain parameter and costs nothing. Views of it that were made while it was open (`weight.t()`) are
 plain tensors that nobody can shut: those must not be kept.
+
+Note [changed values]
+Code that runs while a parameter is open may change its values: in place, which its version counter tells, or through
+`.data`, which nothing tells. So a parameter notes that its `.data` was taken, and its bytes are compared afterwards.
 """
 
 from __future__ import annotations
@@ -20,8 +24,28 @@ from tierzero.errors import PagedOutError
 class LiveParameter(nn.Parameter):
     """A parameter that is resident while its class is this one. `param_name` is its name in the model."""
 
-    __slots__ = ("param_name",)
+    __slots__ = ("exposed", "param_name")
     param_name: str
+    exposed: bool  # somebody has had its `.data`
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As torch's; see Note [changed values]. Assigning a tensor of the same kind copies its values; others are
+        refused.
+        """
+        self.exposed = True
+        value: torch.Tensor = super().data
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise PagedOutError(
+                f"{self.param_name} is {self.dtype} {tuple(self.shape)} on {self.device} in an offloaded model and "
+                f"cannot become {value.dtype} {tuple(value.shape)} on {value.device}: cast, move and resize models "
+                "before offload()"
+            )
+        self.data.copy_(value)
 
     def open(self) -> None:
         """Let it be used: the unit is resident and stays so until `shut`."""
@@ -41,10 +65,10 @@ class ShutParameter(LiveParameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _HARMLESS:
+        if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        names = sorted({value.param_name for value in _leaves(args, kwargs) if isinstance(value, ShutParameter)})
+        names = sorted({value.param_name for value in leaves(args, kwargs) if isinstance(value, ShutParameter)})
         raise PagedOutError(
             f"{getattr(func, '__name__', func)} needs the values of {', '.join(names) or 'a parameter'}, kept from an "
             "earlier forward and paged out since: live weights may be used only while their module runs forward or "
@@ -56,7 +80,7 @@ class ShutParameter(LiveParameter):
         return f"LiveParameter({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype}, paged out)"
 
 
-_HARMLESS = {  # what needs no bytes
+HARMLESS = {  # what needs no bytes
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
     *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "grad", "grad_fn", "is_sparse", "is_meta")),
     *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
@@ -66,13 +90,14 @@ _HARMLESS = {  # what needs no bytes
 }
 
 
-def _leaves(*trees: Any) -> list[Any]:
+def leaves(*trees: Any) -> list[Any]:
+    """What is in tuples, lists and dicts, and in those inside them."""
     found: list[Any] = []
     for tree in trees:
         if isinstance(tree, list | tuple):
-            found.extend(_leaves(*tree))
+            found.extend(leaves(*tree))
         elif isinstance(tree, dict):
-            found.extend(_leaves(*tree.values()))
+            found.extend(leaves(*tree.values()))
         else:
             found.append(tree)
     return found
@@ -86,8 +111,27 @@ def live_parameter(
     first = offset // param.element_size() if param.numel() else 0
     view.set_(storage, first, param.shape, _strides(param.shape))
     live = LiveParameter(view, requires_grad=param.requires_grad)
-    live.param_name = name
+    live.param_name, live.exposed = name, False
     return live
+
+
+class Values:
+    """Whether live parameters still have the values that lie in the tiers; see Note [changed values]."""
+
+    def __init__(self, live: list[LiveParameter]) -> None:
+        self.live = live
+        self._versions: list[int] = []
+
+    def at_rest(self) -> None:
+        """The bytes in the tiers are those of the live parameters."""
+        self._versions = [live._version for live in self.live]
+        for live in self.live:
+            live.exposed = False
+
+    def changed(self) -> list[int]:
+        """The positions of those that have changed since, or may have."""
+        both = zip(self.live, self._versions, strict=False)  # none before the first use
+        return [index for index, (live, version) in enumerate(both) if live.exposed or live._version != version]
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -123,12 +123,20 @@ class _Forward:
         module = memo.get(id(self.module), self.module)
         return types.MethodType(type(module).forward, module) if self.own is None else copy.deepcopy(self.own, memo)
 
+    def __reduce__(self) -> Any:
+        return (getattr, (self.module, "forward")) if self.own is None else (_itself, (self.own,))
+
     def remove(self) -> None:
         if self.module.__dict__.get("forward") is self:
             if self.own is None:
                 del self.module.__dict__["forward"]
             else:
                 self.module.__dict__["forward"] = self.own
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What a pickled module has for a `forward` that its owner had put on it."""
+    return forward
 
 
 class _Call:

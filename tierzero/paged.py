@@ -5,6 +5,10 @@ Note [what a tensor at rest can do]
 `copy_` from it) reads the bytes; `copy_` into it writes them. These are the operations that `state_dict`,
 `load_state_dict`, `torch.save` and `torch.distributed.checkpoint` use. Every other operation raises PagedOutError
 naming the tensor: a silent stand-in would broadcast into wrong results.
+
+Note [borrowing]
+While the model runs, a module may use a parameter of another: before autograd sees the operation, the live parameter
+takes the place of the one at rest (see lending.py). What needs no bytes, and what writes, goes on with the one at rest.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 from torch import nn
 
 from tierzero.errors import PagedOutError
+from tierzero.live import HARMLESS
 
 aten = torch.ops.aten
 
@@ -97,6 +102,19 @@ class Paged(torch.Tensor):
         raise _paged_out("__dlpack__", [self])
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _needs_no_bytes(func) and not _writes(func, args, kwargs):
+            for paged in _tensors(args, kwargs):
+                lending = getattr(paged.source, "lending", None)
+                if lending is not None:
+                    return lending.call(func, args, kwargs)  # see Note [borrowing]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -115,6 +133,24 @@ class Paged(torch.Tensor):
         if func in (aten._to_copy.default, aten.clone.default) and isinstance(first, Paged):
             return func(first.source.read(), *args[1:], **kwargs)
         raise _paged_out(func.name() if hasattr(func, "name") else str(func), _tensors(args, kwargs))
+
+
+def _needs_no_bytes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _VALUES
+    return func in HARMLESS or name in _HARMLESS or (name.startswith("is_") and name != "is_nonzero")
+
+
+def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else next((kwargs[key] for key in ("tensor", "self", "input") if key in kwargs), None)
+    changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    return (changes and bool(_tensors(first))) or bool(_tensors(kwargs.get("out")))
+
+
+_VALUES = ("T", "mT", "H", "mH", "real", "imag")  # properties that view the bytes
+_HARMLESS = ("__set__", "detach", "is_contiguous", "storage_offset", "__len__", "backward", "retain_grad")
 
 
 def _paged_out(what: str, tensors: list[Paged]) -> PagedOutError:

@@ -44,12 +44,19 @@ _PLAIN = (torch.Tensor, nn.Parameter, LiveParameter)
 class _Weight:
     """A saved view of a unit's storage."""
 
-    __slots__ = ("tensor", "unit", "version")
+    __slots__ = ("tensor", "then", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
         self.tensor = tensor.detach()
         self.version = unit.version
+        self.then = tensor._version
+
+    def check(self) -> None:
+        """RuntimeError, as autograd's own, if the weight was changed since it was saved."""
+        for now, then in ((self.unit.version, self.version), (self.tensor._version, self.then)):
+            if now != then:
+                raise RuntimeError(_CHANGED.format(what=f"a weight of unit {self.unit.name}", now=now, then=then))
 
 
 class Kept:
@@ -141,6 +148,12 @@ class Net:
             self._entered = False
             pop()
 
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(self, *failure: object) -> None:
+        self.leave()
+
 
 def _top() -> tuple[Pack, Unpack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -157,12 +170,8 @@ def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None], keep: 
 
     def unpack(packed: Any) -> torch.Tensor:
         if type(packed) is _Weight:
-            unit = packed.unit
-            if packed.version != unit.version:
-                raise RuntimeError(
-                    _CHANGED.format(what=f"a weight of unit {unit.name}", now=unit.version, then=packed.version)
-                )
-            fault(unit)
+            packed.check()
+            fault(packed.unit)
             return packed.tensor
         if isinstance(packed, Kept):
             return packed.unpack()

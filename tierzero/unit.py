@@ -26,11 +26,12 @@ from torch import nn
 from tierzero.errors import TierzeroError
 from tierzero.grads import HostGrad
 from tierzero.layout import ParamSpec, UnitLayout, unit_layout
-from tierzero.live import LiveParameter, live_parameter
+from tierzero.live import LiveParameter, Values, live_parameter
 from tierzero.paged import Paged
 from tierzero.pins import Pins
 from tierzero.records import DiskRecord, HostRecord, StateRecord
 from tierzero.replaced import note_replaced
+from tierzero.source import ParamSource
 from tierzero.states import LEGAL, State
 from tierzero.tiers.host import Block
 
@@ -61,12 +62,14 @@ class Unit:
         self.grad_block: Block | None = None
         self.host_flat: Block | None = None  # the parameters cached in host memory, laid out as the flat buffer
         self.live: list[LiveParameter] = []
+        self.values = Values(self.live)
         self.rest: list[nn.Parameter] = []
         self.grad_views: list[torch.Tensor | None] = [None] * len(params)
         self.published: list[weakref.ref[HostGrad] | None] = [None] * len(params)
         self.coef: list[float] = [1.0] * len(params)  # clip coefficient to fold into the next update
         self.unscaled: list[float] = [1.0] * len(params)  # loss scale's inverse, applied in float32 before it
         self.owner: Any = None  # the engine
+        self.lending: Any = None  # lends its parameters to other modules; see lending.py
         self.state_host = False  # where optimizer state goes when there is some
         self.steps: list[int] = [0] * len(params)
         self.blank: set[int] = set()  # parameters of a meta model that were not given values yet
@@ -134,14 +137,9 @@ class Unit:
         Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for
         parameters that took our place.
         """
-        self.live_registered = True
-        for live in self.live:
-            live.open()
+        self._open()
         for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
-            if live.requires_grad != rest.requires_grad:
-                if rest.requires_grad and self.layout.places[index].grad < 0:
-                    raise self._frozen(index)
-                live.requires_grad_(rest.requires_grad)
+            self._follow(index)
             for module, name in slots:
                 there = module._parameters.get(name)
                 if there is rest:
@@ -153,6 +151,26 @@ class Unit:
                         "offload(), and change values with load_state_dict() or inside `with "
                         "tierzero.unsharded(module, write=True)`"
                     )
+
+    def lend(self, index: int) -> LiveParameter:
+        """A live parameter for use outside the unit's modules, while the unit is pinned. `register_rest` ends it."""
+        self._open()
+        self._follow(index)
+        return self.live[index]
+
+    def _open(self) -> None:
+        first, self.live_registered = not self.live_registered, True
+        for live in self.live:
+            live.open()
+        if first:
+            self.values.at_rest()
+
+    def _follow(self, index: int) -> None:
+        live, rest = self.live[index], self.rest[index]
+        if live.requires_grad != rest.requires_grad:
+            if rest.requires_grad and self.layout.places[index].grad < 0:
+                raise self._frozen(index)
+            live.requires_grad_(rest.requires_grad)
 
     def register_rest(self) -> None:
         """Put the rest parameters into every slot: the first time, and then wherever the live one stands."""
@@ -313,29 +331,6 @@ class Unit:
                 self.own_grads()
                 view.mul_(factors[index])
                 factors[index] = 1.0
-
-
-class ParamSource:
-    """A parameter of a unit, as Paged reads and writes it."""
-
-    def __init__(self, unit: Unit, index: int) -> None:
-        self.unit = unit
-        self.index = index
-
-    @property
-    def name(self) -> str:
-        return self.unit.names[self.index]
-
-    @property
-    def closed(self) -> bool:
-        return bool(self.unit.owner.closed)
-
-    def read(self) -> torch.Tensor:
-        value: torch.Tensor = self.unit.at_rest(self.unit.read_param(self.index))
-        return value
-
-    def write(self, value: torch.Tensor) -> None:
-        self.unit.at_rest(self.unit.write_param(self.index, value), changes=True)
 
 
 def _touch(unit: weakref.ref[Unit], index: int, changes: bool) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 from tierzero.blocks import checksum_of
 from tierzero.engine import Engine
 from tierzero.errors import StoreError
+from tierzero.model import describe
 from tierzero.paged import Paged
 
 BUFFERS = "buffers"  # the record that holds the model's persistent buffers, as safetensors
@@ -56,7 +57,7 @@ def commit(engine: Engine, optimizer: Optimizers, name: str, meta: dict[str, Any
     engine.pager.synchronize()
     engine.reserve_for_snapshot()
     own = {
-        **engine.describe(),
+        **describe(engine.units, engine.placement.chunk),
         "state": engine.states.describe(),
         "steps": {unit.name: unit.steps for unit in engine.units},
         "generic": {unit.name: unit.generic.describe() for unit in engine.units if unit.generic is not None},

@@ -1,0 +1,364 @@
+"""Modules that read the weights of others: fetched at the first use, foreseen from the next step on, always equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import DIM, VOCAB, Block, Net
+from oracle import Plain, assert_same, batches, loss_of, make, same, tiered, tiers_for, train_both
+from pairs import pair
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tierzero as tz
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
+
+
+class RootReads(Net):
+    """The model's own forward uses the embedding's weight as its head."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.body(self.embed(ids)), self.embed.weight)
+
+
+class TiedReads(RootReads):
+    """The same weight is registered twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Neighbour(Block):
+    """Uses weights of another block several times: whole, as a transposed view, in part, cast."""
+
+    other: tuple[Block, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weight, (block,) = self.other[0].up.weight, self.other
+        through = F.linear(F.linear(x, weight, block.up.bias), weight.t())
+        gains = block.norm.weight[: DIM // 2].repeat(2) + block.down.bias.float().to(x.dtype)
+        return x + self.inner(x) + torch.tanh(through) * gains
+
+
+class Neighbours(Net):
+    """Each block reads another one, before or after it."""
+
+    def __init__(self, block: type[Block] = Neighbour) -> None:
+        super().__init__(block=block)
+        for mine, other in ((0, 2), (1, 0), (2, 1)):
+            self.layers[mine].__dict__["other"] = (self.layers[other],)
+
+
+class Checkpointed(Neighbours):
+    """The blocks under checkpointing."""
+
+    reentrant = False
+
+    def body(self, h: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=self.reentrant)
+        return h
+
+
+class CheckpointedReentrant(Checkpointed):
+    """The other kind."""
+
+    reentrant = True
+
+
+class Inside(Neighbour):
+    """Checkpoints what is inside the block."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class InsideReentrant(Inside):
+    """The other kind."""
+
+    reentrant = True
+
+
+class CheckpointedFunction(Net):
+    """A function of the model is checkpointed, which reads weights without any module's forward around it."""
+
+    reentrant = False
+
+    def end(self, h: torch.Tensor) -> torch.Tensor:
+        weight = self.layers[0].up.weight
+        return F.linear(torch.tanh(h @ weight.t()) @ weight, self.embed.weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.end, self.body(self.embed(ids)), use_reentrant=self.reentrant)
+
+
+class CheckpointedFunctionReentrant(CheckpointedFunction):
+    """The other kind."""
+
+    reentrant = True
+
+
+class Frozen(Neighbours):
+    """Some of what is read is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+        self.layers[2].up.requires_grad_(False)
+
+
+class Regularised(Net):
+    """A loss on weights inside the model's forward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        norms = [param.norm() for layer in self.layers for param in layer.parameters()]
+        return super().forward(ids) + sum(norms) * 0.01
+
+
+class Kept(Net):
+    """Weights kept in plain lists, tuples and dicts from before offload()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.layers[0].up.weight]
+        self.layers[1].__dict__["found"] = {"a": (self.layers[0].up.weight, [self.head.weight])}
+
+    def body(self, h: torch.Tensor) -> torch.Tensor:
+        same_one, (head,) = self.layers[1].found["a"]
+        return super().body(h) + F.linear(F.linear(h, self.kept[0]), same_one.t()) + h @ head.t() @ head
+
+
+class OtherLists(nn.Module):
+    """A block reads parameters in lists and dicts that belong to its parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.matrices = nn.ParameterList([nn.Parameter(torch.randn(DIM, DIM) / 3) for _ in range(2)])
+        self.named = nn.ParameterDict({"gain": nn.Parameter(torch.ones(DIM))})
+        self.layers = nn.ModuleList([Block(), nn.Linear(DIM, DIM)])
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](self.embed(ids))
+        for matrix in self.matrices:
+            h = F.linear(h @ matrix, self.layers[1].weight)
+        return self.head(h * self.named["gain"])
+
+
+class Normed(RootReads):
+    """The weight that is read is computed by a parametrization, and by the old weight_norm, of its own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.layers[0].up)
+        nn.utils.parametrizations.spectral_norm(self.layers[1].up)
+        nn.utils.weight_norm(self.layers[2].up)
+
+    def body(self, h: torch.Tensor) -> torch.Tensor:
+        mixed = F.linear(h, self.layers[0].up.weight) + F.linear(h, self.layers[1].up.weight)
+        return super().body(h) + F.linear(mixed, self.layers[0].up.weight.t())
+
+
+SHAPES: dict[str, Callable[[], nn.Module]] = {
+    "root": RootReads,
+    "tied": TiedReads,
+    "blocks": Neighbours,
+    "checkpointed": Checkpointed,
+    "checkpointed, reentrant": CheckpointedReentrant,
+    "checkpoint inside": lambda: Neighbours(Inside),
+    "checkpoint inside, reentrant": lambda: Neighbours(InsideReentrant),
+    "checkpointed function": CheckpointedFunction,
+    "checkpointed function, reentrant": CheckpointedFunctionReentrant,
+    "frozen": Frozen,
+    "regularised": Regularised,
+    "kept from before": Kept,
+    "lists of the parent": OtherLists,
+    "normed": Normed,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reading_the_weights_of_others(shape: str, tmp_path: Path) -> None:
+    """`F.linear(x, other.weight)`, with its gradient, in forward, backward and recomputation (M2)."""
+    for dtype in [torch.float32] if shape == "normed" else [torch.float32, torch.bfloat16]:
+        placement = "nvme" if dtype == torch.float32 else "mixed"
+        with pair(tmp_path / str(dtype), SHAPES[shape], placement, dtype, spare=1 << 15) as (plain, run):
+            train_both([(shape, run)], plain, 3, accumulate=2, clip=lambda step, norm: 0.7 * norm if step else None)
+
+
+@pytest.mark.parametrize("shape", ["root", "tied", "regularised"])
+def test_in_the_smallest_budget(shape: str, tmp_path: Path) -> None:
+    """What is read by itself needs no more memory than its unit alone, once nothing else of the model is in use."""
+    with pair(tmp_path, SHAPES[shape], dtype=torch.bfloat16) as (plain, run):
+        train_both([(shape, run)], plain, 3)
+
+
+def test_too_small_a_budget_for_two(tmp_path: Path) -> None:
+    """A block and what it reads must fit together: the error names both and a budget, which works."""
+    model = make(Neighbours)
+    with tiered(model, tiers_for(model, "nvme", tmp_path / "a")):
+        with pytest.raises(tz.TierzeroError, match=r"layers\.2 .* while layers\.0 must stay.*bytes") as caught:
+            loss_of(model, next(batches(1)))
+    budget = int(str(caught.value).rpartition("(")[2].split()[0])
+    again, plain = make(Neighbours), Plain(make(Neighbours))
+    tiers = tz.Tiers(nvme=tmp_path / "b", host="64MiB", device=budget, compute="cpu")
+    with tiered(again, tiers) as run:
+        train_both([("", run)], plain, 2)
+        assert_same(run, plain)
+
+
+def test_the_next_step_foresees_it(tmp_path: Path) -> None:
+    """From the second step on, what is read is fetched ahead: it has its place in the trace, which holds (M2)."""
+    with pair(tmp_path, RootReads, spare=1 << 14) as (plain, run):
+        train_both([("", run)], plain, 2)
+        trace = run.engine.pager.trace
+        before = trace.departures
+        train_both([("", run)], plain, 4, seed=2)
+        assert trace.departures == before
+        (embed,) = (unit for unit in run.engine.units if unit.name == "embed")
+        assert trace._train.step.uses.count(embed.uid) >= 2  # the embedding's own forward, and the model's
+
+
+def test_outside_a_forward_it_stays_an_error(tmp_path: Path) -> None:
+    """Between the model's forwards a weight is not lent, before or after one that used it (M1, M2)."""
+    with pair(tmp_path, RootReads, spare=1 << 14) as (plain, run):
+        x = torch.ones(2, DIM)
+        for _ in range(2):
+            with pytest.raises(tz.TierzeroError, match=r"embed\.weight.*unsharded"):
+                F.linear(x, run.model.embed.weight)
+            with pytest.raises(tz.TierzeroError, match=r"layers\.0\.up\.weight.*unsharded"):
+                F.linear(run.model.embed(torch.tensor([1, 2])), run.model.layers[0].up.weight)
+            train_both([("", run)], plain, 1)
+
+
+def test_writing_is_not_lent(tmp_path: Path) -> None:
+    """Changing another module's parameter in place is refused in forward too, naming it."""
+
+    class Writes(Net):
+        on = False
+
+        def body(self, h: torch.Tensor) -> torch.Tensor:
+            if self.on:
+                with torch.no_grad():
+                    self.layers[1].up.weight.mul_(0.5)
+            return super().body(h)
+
+    with pair(tmp_path, Writes) as (plain, run):
+        run.model.on = True
+        with pytest.raises(tz.TierzeroError, match=r"layers\.1\.up\.weight.*write=True"):
+            loss_of(run.model, next(batches(1)))
+        run.model.on = False
+        train_both([("", run)], plain, 1)
+
+
+def test_a_view_that_leaves_the_model(tmp_path: Path) -> None:
+    """Rows of another module's weight among the results are copies, and have their gradient."""
+
+    class Rows(Net):
+        def forward(self, ids: torch.Tensor) -> Any:
+            return super().forward(ids), self.embed.weight[:3], self.layers[0].up.weight
+
+    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        logits, rows, whole = model(ids)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten()) + rows.pow(2).sum() + whole.pow(2).mean()
+
+    with pair(tmp_path, Rows, spare=1 << 14) as (plain, run):
+        train_both([("", run)], plain, 3, loss=loss)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_as_an_argument_of_a_checkpoint(reentrant: bool, tmp_path: Path) -> None:
+    """There the gradient would be lost: refused by name."""
+
+    class Passes(Net):
+        passes = True
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            h = self.body(self.embed(ids))
+            return checkpoint(F.linear, h, self.embed.weight, use_reentrant=reentrant) if self.passes else self.head(h)
+
+    with pair(tmp_path, Passes, spare=1 << 14) as (plain, run):
+        with pytest.raises(tz.TierzeroError, match=r"copy of embed\.weight would be lost.*inside the function"):
+            loss_of(run.model, next(batches(1))).backward()
+        run.zero_grad()
+        for model in (plain.model, run.model):
+            model.passes = False
+        train_both([("", run)], plain, 2)
+
+
+def test_in_pieces(tmp_path: Path) -> None:
+    """A unit that runs in pieces may read what is frozen; what is trained is refused by name."""
+    model = make(Neighbours)
+    tiers = tz.Tiers(nvme=tmp_path / "a", host="64MiB", device="64MiB", compute="cpu")
+    with tiered(model, tiers, micro_batches=2):
+        with pytest.raises(tz.TierzeroError, match=r"in pieces uses layers\.2\.up\.weight.*micro_batches at 1"):
+            loss_of(model, next(batches(1, shape=(4, 5))))
+
+    class Reads(Neighbours):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].requires_grad_(False)
+            self.layers[2].__dict__["other"] = (self.layers[2],)
+            self.layers[1].__dict__["other"] = (self.layers[2],)
+
+    model = make(Reads)
+    tiers = tz.Tiers(nvme=tmp_path / "b", host="64MiB", device="64MiB", compute="cpu")
+    with tiered(model, tiers, micro_batches=2) as run:
+        for ids in batches(2, shape=(4, 5)):
+            loss_of(model, ids).backward()
+            assert all(param.grad is not None for param in model.layers[0].parameters())
+            run.step()
+            run.zero_grad()
+
+
+def test_functional_call(tmp_path: Path) -> None:
+    """torch.func.functional_call's values are read where other modules read the parameter (M2)."""
+    override = {"embed.weight": torch.full((VOCAB, DIM), 0.25), "layers.1.up.weight": torch.full((2 * DIM, DIM), 0.5)}
+    with pair(tmp_path, RootReads, spare=1 << 14) as (plain, run):
+        ids = next(batches(1))
+        results = [torch.func.functional_call(each.model, override, (ids,)) for each in (plain, run)]
+        assert same(*results)
+        train_both([("", run)], plain, 2)
+
+
+def test_kept_in_a_closure(tmp_path: Path) -> None:
+    """A parameter that a function has kept from before offload() is an error that names it, not an old value (M1)."""
+    model: Any = make(Net)
+    weight = model.layers[0].up.weight
+    model.layers[1].register_forward_hook(lambda module, args, output: output + F.linear(output, weight).mean())
+    with tiered(model, tiers_for(model, "nvme", tmp_path)):
+        with pytest.raises(tz.TierzeroError, match=r"layers\.0\.up\.weight as it was before offload"):
+            loss_of(model, next(batches(1)))
+        assert weight.shape == (2 * DIM, DIM)
+        assert "ReplacedParameter" in repr(weight)
+
+
+def test_eager_updates_and_evaluation(tmp_path: Path) -> None:
+    """Guesses, evaluation in between and a step without a reader are equal too (M16)."""
+
+    class Sometimes(RootReads):
+        calls = 0
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(ids) if self.calls % 3 else Net.forward(self, ids)
+
+    plain, model = Plain(make(Sometimes)), make(Sometimes)
+    with tiered(model, tiers_for(model, "nvme", tmp_path, spare=1 << 14), overlap="eager") as run:
+        for seed in range(6):
+            for each in (plain, run):
+                with torch.no_grad():
+                    each.model(next(batches(1, seed=seed)))
+            train_both([("", run)], plain, 1, seed=seed)
+        assert_same(run, plain)
