@@ -82,6 +82,9 @@ def _smaller(config: PreTrainedConfig, level: Level, special: dict[int, int]) ->
             changed[name] = _NEEDED[name]
         if name.startswith("_") or derived or value is None:
             continue
+        if isinstance(value, dict) and "mrope_section" in value:
+            changed[name] = {**value, "mrope_section": [part // level.width for part in value["mrope_section"]]}
+            continue
         new = False if name in ("use_cache", "use_timm_backbone", "use_pretrained_backbone") else None
         new = new if new is False else _value(name, value, level, special)
         if new != value or value != getattr(fresh, name, None):
@@ -116,6 +119,8 @@ def _value(name: str, value: Any, level: Level, special: dict[int, int]) -> Any:
         return min(value, level.depth)
     if name in ("depths", "layer_depths", "num_blocks") and level.depth:
         return min(value, 1)
+    if name.endswith("chunk_size") and value >= 64:
+        return 16  # scans written out in Python work on whole chunks
     if _LENGTH.search(name):
         return min(value, 1024)
     if _WIDTH.search(name) and not _NOT_WIDTH.search(name) and value >= 16:

@@ -261,7 +261,7 @@ def table(results: dict[str, Any]) -> str:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="classes whose names contain this, or are in this list with commas")
+    parser.add_argument("--only", help="classes whose names contain this, or this list with commas")
     parser.add_argument("--kind", help="mappings, separated by commas: base, heads (all others), causal lm, ...")
     parser.add_argument("--json", type=Path, help="append each result to this file, and go on where it ends")
     parser.add_argument("--table", type=Path, help="write the table into this file, after its mark")
@@ -272,7 +272,7 @@ def main() -> int:
     torch.set_num_threads(1)
     wanted = classes({kind.strip() for kind in options.kind.split(",")} if options.kind else None)
     if options.only and "," in options.only:
-        wanted = {name: value for name, value in wanted.items() if name in options.only.split(",")}
+        wanted = {name: wanted[name] for name in options.only.split(",") if name in wanted}
     elif options.only:
         wanted = {name: value for name, value in wanted.items() if options.only.lower() in name.lower()}
     if not wanted:

@@ -98,7 +98,7 @@ class Hooks:
         self.add(root, lambda args, kwargs: enter(weak(), args, kwargs), leave)
 
     def add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Hook `module`, but not copies of it: deepcopy takes hooks along."""
+        """Hook `module`, but not copies of it."""
         self.handles += [
             module.register_forward_pre_hook(ModuleHook(module, before), prepend=True, with_kwargs=True),
             module.register_forward_hook(ModuleHook(module, lambda _, output: after(output)), always_call=True),
