@@ -242,6 +242,7 @@ def test_several_drives(tmp_path: Path) -> None:
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     tz.close(model)
     assert "is whole" in ckpt("verify", drives[0])
+    assert [one["path"] for one in listed(tmp_path)] == [str(drives[0])] == [listed(drives[1])[0]["path"]]
     ckpt("export", drives[0], tmp_path / "out.safetensors", "--tied", "copy")
     found = load_file(tmp_path / "out.safetensors")
     assert all(torch.equal(found[name], value) for name, value in plain.items())

@@ -226,16 +226,16 @@ def _spec(name: str, shape: Sequence[int], dtype: str, trainable: bool) -> Param
 
 
 def snapshots_in(directory: Path) -> list[Stored]:
-    """The snapshots of the store whose manifest lies in `directory`, oldest first; none without one.
+    """The snapshots of the store that `directory` is, or is a member of, oldest first; none without a manifest.
 
     StoreError for a member that is missing, StoreCorruptError for a damaged manifest.
     """
-    found = manifests.load(str(directory))
-    if found is None:
-        return []
     own = members.read(str(directory))
+    if own is None and manifests.load(str(directory)) is None:
+        return []
     others = [] if own is None else [one for index, one in enumerate(own.directories) if index != own.index]
     directories, manifest = members.arrange([os.path.abspath(directory), *others])
-    assert manifest is not None
+    if manifest is None:
+        return []
     ordered = sorted(manifest.snapshots.values(), key=lambda one: one.epoch)
     return [Stored(directories, manifest, one.name) for one in ordered]
