@@ -72,7 +72,7 @@ def main() -> None:
         opt.step()
         opt.zero_grad()
         print(f"step {step + 1}, loss {loss.item():.3f}")
-    tz.commit(model, opt, f"step-{step + 1}", {"step": step + 1})  # pins what is on the drive, copies nothing
+    tz.snapshot(model, opt, f"step-{step + 1}", {"step": step + 1})  # pins what is on the drive, copies nothing
     tz.close(model)
 
 

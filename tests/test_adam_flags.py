@@ -118,13 +118,13 @@ def test_state_dicts_of_torch_and_back(flags: dict[str, Any], tmp_path: Path) ->
 
 @DTYPES
 @pytest.mark.parametrize(("first", "second"), [("nvme", "mixed"), ("mixed", "host")])
-def test_commit_and_resume(first: str, second: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_snapshot_and_resume(first: str, second: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """amsgrad's states go on in another placement; another format is refused."""
     flags = FLAGS["all"]
     plain, model = Plain(make(Net, dtype), **flags), make(Net, dtype)
     with tiered(model, roomy(model, first, tmp_path), **flags) as run:
         train_both([("", run)], plain, 3)
-        tz.commit(run.model, run.optimizer, "three")
+        tz.snapshot(run.model, run.optimizer, "three")
     again = make(Net, dtype, seed=5)
     tiers = roomy(again, second, tmp_path)
     if second == "host":  # all in host memory, with the store to resume from

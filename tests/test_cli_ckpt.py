@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         opt.step()
         opt.zero_grad()
         tz.save(model, root / "saved" / f"step-{step}", opt, meta={"step": step, "note": "hello"}, wait=True)
-    tz.commit(model, opt, "here", {"step": 2})
+    tz.snapshot(model, opt, "here", {"step": 2})
     torch.save(model.state_dict(), root / "weights.pt")
     tz.close(model)
     return root
@@ -238,7 +238,7 @@ def test_several_drives(tmp_path: Path) -> None:
     pytest.importorskip("tierzero._native")
     drives = [tmp_path / "a", tmp_path / "b"]
     model = tz.offload(Small(), tz.Tiers(nvme=drives, host="64MiB", device="8MiB", compute="cpu"))
-    tz.commit(model, tz.AdamW(model.parameters()), "striped")
+    tz.snapshot(model, tz.AdamW(model.parameters()), "striped")
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     tz.close(model)
     assert "is whole" in ckpt("verify", drives[0])

@@ -293,7 +293,7 @@ def test_the_store_of_another_program_is_never_given_up(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     tz.offload(model, tz.Tiers(nvme=store, host="64MiB", device="1MiB", compute="cpu"))
     optimizer = tz.AdamW(model.parameters())
-    tz.commit(model, optimizer, name="mine")
+    tz.snapshot(model, optimizer, name="mine")
     tz.close(model)
     before = (store / "manifest.json").read_bytes()
     for flags, said in (
@@ -351,7 +351,7 @@ def test_overwrite_gives_up_nothing_of_others(case: str, tmp_path: Path) -> None
     meta = {}
     if case == "its keys":
         meta = {"model": {}, "random": None, "step": "one", "scheduler": [], "settings": {}, "text": "x"}
-    tz.commit(model, tz.AdamW(model.parameters()), name="mine", meta=meta)
+    tz.snapshot(model, tz.AdamW(model.parameters()), name="mine", meta=meta)
     tz.close(model)
     if case == "damaged":
         manifest = store / "manifest.json"

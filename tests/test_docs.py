@@ -55,7 +55,7 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
     import tierzero as tz
 
     monkeypatch.chdir(tmp_path)
-    commit, resume, export = (
+    snapshot, resume, rollback, export = (
         block.replace("/mnt/nvme0/tz", str(tmp_path / "store"))
         for block in code_blocks(ROOT / "docs" / "checkpoint.md")
     )
@@ -65,12 +65,15 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
     opt.step()
     sched = torch.optim.lr_scheduler.ConstantLR(opt)
     names: dict[str, Any] = {"tz": tz, "torch": torch, "model": model, "opt": opt, "sched": sched}
-    exec(commit, names)
+    exec(snapshot, names)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     tz.close(model)
 
     names = {"tz": tz, "torch": torch, "build": build}
     exec(resume, names)
+    assert names["meta"]["step"] == 1000
+    names["sched"] = torch.optim.lr_scheduler.ConstantLR(names["opt"])
+    exec(rollback, names)
     assert names["meta"]["step"] == 1000
     plain = build()
     import safetensors.torch

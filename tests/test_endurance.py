@@ -155,7 +155,7 @@ def test_the_counter_is_the_kernels(tmp_path: Path) -> None:
             model(torch.randn(4, 512, dtype=torch.bfloat16)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            tz.commit(model, optimizer, "s")
+            tz.snapshot(model, optimizer, "s")
         after = disk_bytes()
         counted = tz.stats(model)["nvme_written"] - start
         assert after is not None

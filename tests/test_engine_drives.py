@@ -45,7 +45,7 @@ def test_the_bits_of_plain_training(
     tiers = over(model, where, placement)
     with tiered(model, tiers) as run:
         train_both([("striped", run)], plain, 3, accumulate=2)
-        tz.commit(model, run.optimizer, "s", {"step": 3})
+        tz.snapshot(model, run.optimizer, "s", {"step": 3})
         sizes = [(path / "data.bin").stat().st_size for path in where]
         assert all(sizes)
     again = make(models.Net, dtype, seed=5)

@@ -281,7 +281,7 @@ def test_resume(first: str, second: str, dtype: torch.dtype, meta: bool, tmp_pat
     model = make(Net, dtype)
     with tiered(model, tiers_for(model, first, tmp_path), groups=in_groups) as run:
         train_both([("first", run)], plain, 4)
-        tz.commit(model, run.optimizer, "step-4", {"step": 4, "note": "x"})
+        tz.snapshot(model, run.optimizer, "step-4", {"step": 4, "note": "x"})
         lost = Plain(copy.deepcopy(plain.model), in_groups)
         for ids in batches(2, seed=9):
             loss_of(lost.model, ids)
@@ -293,7 +293,7 @@ def test_resume(first: str, second: str, dtype: torch.dtype, meta: bool, tmp_pat
         assert_same(again, plain, "after resuming")
         train_both([("second", again)], plain, 4, seed=5, clip=lambda step, norm: norm * 0.5)
         assert_same(again, plain)
-        tz.commit(again.model, again.optimizer, "later", {"step": 8})
+        tz.snapshot(again.model, again.optimizer, "later", {"step": 8})
     with resumed(tmp_path, first, dtype, meta=meta, groups=in_groups) as (again, found):
         assert found == {"step": 8}
         train_both([("third", again)], plain, 2, seed=6)
@@ -304,7 +304,7 @@ def test_snapshots_that_cannot_be_resumed(tmp_path: Path) -> None:
     """Another model, no snapshot, a snapshot in the way: each says so, and the model is as it was."""
     model = make(Net)
     with tiered(model, tiers_for(model, "nvme", tmp_path)) as run:
-        tz.commit(model, run.optimizer, "one", {"step": 1})
+        tz.snapshot(model, run.optimizer, "one", {"step": 1})
     other = make(lambda: Net(blocks=2))
     with pytest.raises(tz.StoreError, match="written by another model"):
         tz.offload(other, tiers_for(other, "nvme", tmp_path), resume=True)
@@ -327,18 +327,18 @@ def test_snapshots_that_cannot_be_resumed(tmp_path: Path) -> None:
         tz.offload(make(Net), tiers, resume=True)
 
 
-def test_commit_fails_and_training_goes_on(tmp_path: Path) -> None:
-    """A failed commit leaves the snapshot before it and the run as they were."""
+def test_snapshot_fails_and_training_goes_on(tmp_path: Path) -> None:
+    """A failed snapshot leaves the snapshot before it and the run as they were."""
     with pair(tmp_path) as (plain, run):
         train_both([("", run)], plain, 1)
-        tz.commit(run.model, run.optimizer, "good", {"step": 1})
+        tz.snapshot(run.model, run.optimizer, "good", {"step": 1})
         train_both([("", run)], plain, 1, seed=2)
         drive = faulty(run)
         drive.plan = [Fault("sync", 1)]
         with pytest.raises(OSError, match="injected"):
-            tz.commit(run.model, run.optimizer, "bad", {"step": 2})
+            tz.snapshot(run.model, run.optimizer, "bad", {"step": 2})
         run.engine.store.file = drive.inner
         assert list(run.engine.store.snapshots) == ["good"]
         train_both([("", run)], plain, 2, seed=3)
-        tz.commit(run.model, run.optimizer, "better", {"step": 3})
+        tz.snapshot(run.model, run.optimizer, "better", {"step": 3})
         assert list(run.engine.store.snapshots) == ["better"]

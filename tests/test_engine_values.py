@@ -342,11 +342,11 @@ def test_a_snapshot_holds_the_buffers(tmp_path: Path) -> None:
         opt.zero_grad()
     expected = {name: value.clone() for name, value in model.named_buffers()}
     assert float(expected["1.running_mean"].abs().sum()) > 0
-    tz.commit(model, opt, "a", {})
+    tz.snapshot(model, opt, "a", {})
     tz.close(model)
     again = tz.offload(build(), tiers, resume=True)
     tz.restore(again, tz.AdamW(again.parameters()))
     assert all(torch.equal(value, expected[name]) for name, value in again.named_buffers())
     with pytest.raises(TypeError, match="JSON"):
-        tz.commit(again, None, "b", {"rng": torch.get_rng_state()})
+        tz.snapshot(again, None, "b", {"rng": torch.get_rng_state()})
     tz.close(again)

@@ -96,8 +96,16 @@ ROWS = [
     {"engine"},
     {"measure"},
     {"initialize", "checkpoint.stored", "checkpoint.names", "checkpoint.writer"},
-    {"checkpoint.safetensors", "checkpoint.distributed", "checkpoint.frozen_unit", "checkpoint.frozen"},
-    {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner", "api"},
+    {
+        "checkpoint.safetensors",
+        "checkpoint.distributed",
+        "checkpoint.frozen_unit",
+        "checkpoint.frozen",
+        "checkpoint.beside",
+    },
+    {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner"},
+    {"checkpoint.rollback"},
+    {"api"},
     {
         "checkpoint.boxes",
         "checkpoint.container",
@@ -108,6 +116,7 @@ ROWS = [
         "checkpoint.contents",
         "checkpoint.data_file",
         "checkpoint.reader",
+        "checkpoint.refill",
     },
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
@@ -196,7 +205,7 @@ INSIDE = {
     "checkpoint.place": {"checkpoint.index"},
     "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
     "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
-    "api": {"checkpoint.snapshot"},
+    "checkpoint.refill": {"checkpoint.reader"},
 }
 PURE = {  # no torch
     *(

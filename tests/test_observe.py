@@ -82,7 +82,7 @@ def test_waiting_is_seen(tmp_path: Path) -> None:
         for part in ("fetch", "update"):
             assert waited[part] == pytest.approx(totals[f"stall_{part}_s"], rel=1e-6)
         assert waited["gradient"] >= totals["stall_grad_s"] * (1 - 1e-6)
-        tz.commit(model, run.optimizer, "s")
+        tz.snapshot(model, run.optimizer, "s")
         step(run, next(batches(1)))
         assert tz.stats(model)["last_step"]["parts_s"]["save"] > 0
 

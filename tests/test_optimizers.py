@@ -132,7 +132,7 @@ def test_muon_beside_adamw(dtype: torch.dtype, tmp_path: Path) -> None:
             mine = both(ours)
             train(4, ours, plain, theirs, mine)
             if placement == "nvme":
-                tz.commit(ours, mine, "both")
+                tz.snapshot(ours, mine, "both")
         finally:
             tz.close(ours)
         if placement == "nvme":
@@ -148,7 +148,7 @@ def test_muon_beside_adamw(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "placement"), [case for case in PLACES if case[1] != "host"])
 @pytest.mark.parametrize("cls", [optim.Adam, Lion])
-def test_commit_and_resume(cls: Any, dtype: torch.dtype, placement: str, tmp_path: Path) -> None:
+def test_snapshot_and_resume(cls: Any, dtype: torch.dtype, placement: str, tmp_path: Path) -> None:
     """A snapshot holds masters and states of whatever kind; a later one writes only what changed."""
     plain = PlainOther(make(Net, dtype), cls, lr=1e-2)
     run = fitted(lambda: make(Net, dtype), placement, tmp_path, cls, lr=1e-2)
@@ -157,9 +157,9 @@ def test_commit_and_resume(cls: Any, dtype: torch.dtype, placement: str, tmp_pat
         try:
             train_both([("", run)], plain, 3)
             run.optimizer.param_groups[0]["lr"] = plain.optimizer.param_groups[0]["lr"] = 5e-3
-            tz.commit(run.model, run.optimizer, "here", {"step": 3})
+            tz.snapshot(run.model, run.optimizer, "here", {"step": 3})
             before = run.engine.metrics.nvme_written_expected
-            tz.commit(run.model, run.optimizer, "here", {"step": 3})
+            tz.snapshot(run.model, run.optimizer, "here", {"step": 3})
             assert run.engine.metrics.nvme_written_expected == before
         finally:
             run.engine.close()

@@ -136,8 +136,8 @@ def read_everything(plain: Plain, run: Tiered, ids: torch.Tensor) -> None:
     assert_same(run, plain, "between backward and step", grads=True)
 
 
-def commit(plain: Plain, run: Tiered, ids: torch.Tensor) -> None:
-    tz.commit(run.model, run.optimizer, "between")
+def snapshot(plain: Plain, run: Tiered, ids: torch.Tensor) -> None:
+    tz.snapshot(run.model, run.optimizer, "between")
 
 
 def load_weights(plain: Plain, run: Tiered, ids: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ def edit_master(plain: Plain, run: Tiered, ids: torch.Tensor) -> None:
         remove_gradient,
         no_step,
         read_everything,
-        commit,
+        snapshot,
         load_weights,
         edit_master,
     ],

@@ -1,4 +1,4 @@
-"""Any sequence of backward, step, zero_grad, clip, evaluation, edits, commit and resume against the plain loop."""
+"""Any sequence of backward, step, clip, evaluation, edits, snapshot, rollback and resume against the plain loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS = {"net": Net, "tied": Tied, "lora": LoRA}
 
 
 class Loop(RuleBasedStateMachine):
-    """`plain` and the offloaded `model` do the same; `saved` is what the last commit must bring back."""
+    """`plain` and the offloaded `model` do the same; `saved` is what the last snapshot must bring back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class Loop(RuleBasedStateMachine):
                 assert same(grad.plain if coefficient == 1.0 else grad.plain * coefficient, param.grad), name
 
     @rule()
-    def commit(self) -> None:
-        tz.commit(self.model, self.optimizer, "saved", {"lr": self.optimizer.param_groups[0]["lr"]})
+    def snapshot(self) -> None:
+        tz.snapshot(self.model, self.optimizer, "saved", {"lr": self.optimizer.param_groups[0]["lr"]})
         kept = copy.deepcopy(self.plain)
         self.saved = kept, {}
 
@@ -138,6 +138,15 @@ class Loop(RuleBasedStateMachine):
         self.plain.zero_grad()
         self.open(make(self.factory, self.dtype, seed=9), True)
         meta = tz.restore(self.model, self.optimizer)
+        assert meta["lr"] == self.plain.optimizer.param_groups[0]["lr"]
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def rollback(self) -> None:
+        assert self.saved is not None
+        self.plain = copy.deepcopy(self.saved[0])
+        self.plain.zero_grad()
+        meta = tz.rollback(self.model, self.optimizer)
         assert meta["lr"] == self.plain.optimizer.param_groups[0]["lr"]
 
     def teardown(self) -> None:

@@ -94,7 +94,7 @@ def test_bytes_and_peaks(placement: str, pieces: int, dtype: torch.dtype, tmp_pa
     engine = engine_of(model)
     assert peak.host == pytest.approx(engine.placement.host_needed, rel=0.1)
     before = counted(model)
-    tz.commit(model, optimizer, "here")
+    tz.snapshot(model, optimizer, "here")
     check(plan, "save", before, counted(model))
     assert engine.store is not None
     held = next(phase for phase in plan.phases if phase.name == "resume").drives

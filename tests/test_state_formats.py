@@ -230,12 +230,12 @@ def test_state_dict_round_trip(name: str, tmp_path: Path) -> None:
 
 @EACH
 @pytest.mark.parametrize(("first", "second"), [("cached", "nvme"), ("nvme", "host")])
-def test_commit_and_resume(name: str, first: str, second: str, tmp_path: Path) -> None:
+def test_snapshot_and_resume(name: str, first: str, second: str, tmp_path: Path) -> None:
     """Under another budget, where masters may have to be split or joined."""
     model = make(Net, BF16)
     with tiered(model, tiers(model, first, tmp_path, name), **FORMATS[name]) as run:
         train(run, 3)
-        tz.commit(run.model, run.optimizer, "three")
+        tz.snapshot(run.model, run.optimizer, "three")
         train(run, 3, seed=5)
         expected = contents(run)
     with again(tmp_path, second, name) as run:

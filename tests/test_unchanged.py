@@ -1,4 +1,4 @@
-"""Data that did not change is not written: a commit takes the extents of the snapshot before it once more."""
+"""Data that did not change is not written: a snapshot takes the extents of the one before it once more."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def written(run: Tiered) -> int:
 
 
 def cost(run: Tiered, name: str) -> int:
-    """Bytes that a commit writes into the data file."""
+    """Bytes that a snapshot writes into the data file."""
     tz.synchronize(run.model)
     before = written(run)
-    tz.commit(run.model, run.optimizer, name)
+    tz.snapshot(run.model, run.optimizer, name)
     return written(run) - before
 
 
@@ -59,7 +59,7 @@ def one_step(run: Tiered, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("placement", ["nvme", "mixed"])
 @pytest.mark.parametrize("shape", ["plain", "lora", "buffers"])
-def test_a_second_commit_writes_nothing(shape: str, placement: str, tmp_path: Path) -> None:
+def test_a_second_snapshot_writes_nothing(shape: str, placement: str, tmp_path: Path) -> None:
     factory = Noted if shape == "buffers" else models.SHAPES[shape]
     model, plain = make(factory), Plain(make(factory))
     with tiered(model, tiers_for(model, placement, tmp_path)) as run:
@@ -132,8 +132,8 @@ def test_every_way_of_changing_data_is_seen(tmp_path: Path) -> None:
             assert cost(run, name) > 0, name
 
 
-def test_a_failed_commit_is_not_relied_on(tmp_path: Path) -> None:
-    """What a commit wrote before it failed is written again, and the snapshot before it stays whole."""
+def test_a_failed_snapshot_is_not_relied_on(tmp_path: Path) -> None:
+    """What a snapshot wrote before it failed is written again, and the snapshot before it stays whole."""
     model, plain = make(Noted), Plain(make(Noted))
     tiers = tz.Tiers(nvme=tmp_path, host="256MiB", device="64MiB", compute="cpu")
     with tiered(model, tiers) as run:
@@ -146,7 +146,7 @@ def test_a_failed_commit_is_not_relied_on(tmp_path: Path) -> None:
             drive.counts = dict.fromkeys(drive.counts, 0)
             drive.plan[:] = [Fault(op, nth, code=errno.EIO)]  # type: ignore[arg-type]
             with pytest.raises(OSError, match="injected"):
-                tz.commit(model, run.optimizer, "broken")
+                tz.snapshot(model, run.optimizer, "broken")
             assert set(store.current) == {name for name, _ in run.engine.disk_records()}
         drive.plan.clear()
         assert cost(run, "two") > 0

@@ -8,12 +8,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tierzero.api import close as close
-    from tierzero.api import commit as commit
     from tierzero.api import no_sync as no_sync
     from tierzero.api import offload as offload
     from tierzero.api import register_forward_method as register_forward_method
     from tierzero.api import reset as reset
     from tierzero.api import restore as restore
+    from tierzero.api import rollback as rollback
+    from tierzero.api import snapshot as snapshot
     from tierzero.api import stats as stats
     from tierzero.api import synchronize as synchronize
     from tierzero.api import unsharded as unsharded
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 # loaded on first use: `tierzero --help` and `--version` need no torch
 _HOMES = {
-    "tierzero.api": "close commit no_sync offload register_forward_method reset restore stats synchronize unsharded",
+    "tierzero.api": "close no_sync offload register_forward_method reset restore rollback snapshot stats synchronize "
+    "unsharded",
     "tierzero.checkpoint.export": "export",
     "tierzero.checkpoint.load": "load",
     "tierzero.checkpoint.save": "Saving save",

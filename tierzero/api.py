@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tierzero.checkpoint import snapshot
+from tierzero.checkpoint import rollback as back
+from tierzero.checkpoint import snapshot as snapshots
+from tierzero.checkpoint.beside import Optimizers
 from tierzero.clock import SAVE
 from tierzero.endurance import days_left, per_day
 from tierzero.engine import ENGINES, Engine
@@ -226,18 +228,27 @@ def stats(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def commit(model: nn.Module, optimizer: snapshot.Optimizers, name: str, meta: dict[str, Any] | None = None) -> None:
-    """See tierzero.checkpoint.snapshot.commit."""
+def snapshot(
+    model: nn.Module, optimizer: Optimizers = None, name: str | None = None, meta: dict[str, Any] | None = None
+) -> None:
+    """See tierzero.checkpoint.snapshot.snapshot."""
     engine = open_engine(model)
-    with engine.metrics.inside(SAVE, "save", f"commit {name}"):
-        snapshot.commit(engine, optimizer, name, meta or {})
+    with engine.metrics.inside(SAVE, "save", "snapshot"):
+        snapshots.snapshot(engine, optimizer, name, meta)
 
 
-def restore(model: nn.Module, optimizer: snapshot.Optimizers) -> dict[str, Any]:
+def rollback(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
+    """See tierzero.checkpoint.rollback.rollback."""
+    engine = open_engine(model)
+    with engine.metrics.inside(SAVE, "save", "rollback"):
+        return back.rollback(engine, optimizer)
+
+
+def restore(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """See tierzero.checkpoint.snapshot.restore."""
     engine = open_engine(model)
     with engine.metrics.inside(SAVE, "save", "restore"):
-        return snapshot.restore(engine, optimizer)
+        return snapshots.restore(engine, optimizer)
 
 
 def close(model: nn.Module) -> None:

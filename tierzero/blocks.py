@@ -9,6 +9,7 @@ import torch
 from tierzero.checksum import Sums, checksum, combine
 from tierzero.extents import Extent
 from tierzero.layout import PAGE
+from tierzero.malloc import mapped
 from tierzero.tiers.base import BlockFile, aligned_empty, settle
 
 BLOCK = 8 << 20  # bytes at a time
@@ -26,7 +27,8 @@ async def checksum_on_drive(file: BlockFile, extent: Extent) -> Sums:
     """The checksum of the bytes that `extent` holds on the drive; one block is read while another is summed."""
     total: Sums = (0, 0)
     starts = range(0, extent.nbytes, BLOCK)
-    buffers = [aligned_empty(min(BLOCK, extent.nbytes)) for _ in starts[:2]]
+    with mapped():  # in the heap of the loop's thread they would stay
+        buffers = [aligned_empty(min(BLOCK, extent.nbytes)) for _ in starts[:2]]
 
     def begin(index: int) -> tuple[torch.Tensor, asyncio.Future[None]]:
         part = buffers[index % 2][: min(BLOCK, extent.nbytes - starts[index])]

@@ -150,6 +150,10 @@ class FrozenRecord(DiskRecord):
             raise
         self.borrowed, self.owned = None, True
 
+    def owned_again(self) -> None:
+        """The store's current record of this name is what it has from here on."""
+        self.borrowed, self.owned = None, True
+
     async def settle(self) -> None:
         """Make sure that a snapshot can hold or name the bytes."""
         if self.owned or (self.borrowed is not None and self.borrowed.in_place):

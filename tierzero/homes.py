@@ -1,7 +1,7 @@
 """The first bytes of a unit's records: from parameters, from a snapshot, or fresh optimizer state; and the way back.
 
 Note [unchanged data]
-A commit puts the records that lie in host memory into the store. Each counts its changes; where the count is the one
+A snapshot puts the records that lie in host memory into the store. Each counts its changes; where the count is the one
 of the last snapshot, the snapshot's extent is taken once more and nothing is written.
 """
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from tierzero.borrowed import FrozenRecord
 from tierzero.errors import StoreError
+from tierzero.extents import Extent
 from tierzero.generic import GenericState, kept_from
 from tierzero.manifest import Snapshot
 from tierzero.records import DiskRecord, HostRecord, StateRecord
@@ -91,7 +92,7 @@ class Homes(StateHomes):
             else:
                 raise StoreError(
                     f"the snapshot in {store.directory} lacks the record {stored!r}; it was not written by a whole "
-                    "commit"
+                    "snapshot"
                 )
         if unit.state is not None:
             unit.state = await self.resettle(unit, unit.state)
@@ -209,6 +210,10 @@ class Homes(StateHomes):
 
     def _unchanged(self, name: str, record: HostRecord) -> bool:
         return name in self._saved and self._saved[name][0] == record.version
+
+    def equals(self, name: str, record: HostRecord, extent: Extent) -> bool:
+        """Whether the record has not changed since it was what `extent` of the last snapshot holds."""
+        return self._saved.get(name) == (record.version, extent)
 
     async def flush_host(self, units: list[Unit], flushed: dict[str, int]) -> None:
         """Make the records that lie in host memory current in the store too, so that a snapshot holds everything.

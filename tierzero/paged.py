@@ -1,8 +1,8 @@
 """Paged: the tensor at rest, with metadata in memory and bytes in a tier.
 
 Note [what a tensor at rest can do]
-`.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`, `to`, `float`, `cpu`, pickling,
-`copy_` from it) reads the bytes; `copy_` into it writes them. These are the operations that `state_dict`,
+`.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`, `contiguous`, `to`, `float`, `cpu`,
+pickling, `copy_` from it) reads the bytes; `copy_` into it writes them. These are the operations that `state_dict`,
 `load_state_dict`, `torch.save` and `torch.distributed.checkpoint` use. Every other operation raises PagedOutError
 naming the tensor: a silent stand-in would broadcast into wrong results.
 """
@@ -34,6 +34,22 @@ class Source(Protocol):
     def write(self, value: torch.Tensor) -> None:
         """Replace the bytes by `value` (same shape, cast to the dtype at rest)."""
         ...
+
+
+class NoStorage:
+    """An identity and a size in bytes, and no memory."""
+
+    def __init__(self, identity: int, nbytes: int) -> None:
+        self._identity = identity
+        self._nbytes = nbytes
+
+    def data_ptr(self) -> int:
+        """Another number than that of any tensor alive; there is nothing at this address to be read."""
+        return self._identity
+
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self._nbytes
 
 
 class Paged(torch.Tensor):
@@ -69,6 +85,16 @@ class Paged(torch.Tensor):
     def read(self) -> torch.Tensor:
         """The value as a new plain CPU tensor."""
         return self.source.read()
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        """The value as a new plain CPU tensor: what is about to be written to a file is made contiguous first."""
+        return self.source.read().contiguous(memory_format=memory_format)
+
+    def untyped_storage(self) -> Any:
+        """Stands for storage that this tensor does not have: libraries that save tensors ask which of them share it.
+        Names of one tensor do not; each is saved.
+        """
+        return NoStorage(id(self), self.nbytes)
 
     @property
     def data(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tierzero.malloc import mapped
 from tierzero.paged import Paged
 from tierzero.records import StateRecord
 from tierzero.unit import ParamSource, Unit
@@ -22,7 +23,8 @@ def unit_of(tensor: torch.Tensor) -> tuple[Unit, int] | None:
 async def read_part(unit: Unit, index: int, first: int, count: int) -> torch.Tensor:
     """Elements [first, first + count) of a parameter, flat, in its dtype, on the CPU."""
     place = unit.layout.places[index]
-    out = torch.empty(count, dtype=unit.live[index].dtype)
+    with mapped():  # it goes back to the system when it is freed
+        out = torch.empty(count, dtype=unit.live[index].dtype)
     if count:
         await unit.read_region(place.region, place.offset + first * place.spec.itemsize, out.view(torch.uint8))
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import torch
@@ -15,6 +16,7 @@ from tierzero.records import DiskRecord, HostRecord, StateRecord, pack
 from tierzero.share import HostShare, LooseBlock
 from tierzero.state_format import StateFormat
 from tierzero.store import Store
+from tierzero.tiers.base import settle
 from tierzero.tiers.host import Block, HostArena
 from tierzero.unit import Unit
 
@@ -35,14 +37,19 @@ class StateHomes:
         self._saved: dict[str, tuple[int, Extent]] = {}  # name -> version of the host record, where a snapshot has it
 
     async def create_state(self, unit: Unit) -> None:
-        """Give the unit a state record: masters from the parameters, zero moments."""
-        format = self.format_of(unit)
+        """Give the unit a state record, or the one that it has its first bytes again: masters from the parameters, zero
+        moments.
+        """
+        format = self.format_of(unit) if unit.state is None else unit.state.format
 
         async def planes(first: int, last: int) -> list[torch.Tensor]:
             moments = [torch.zeros(last - first) for _ in range(format.parts - 1)]
             return [await self._master(unit, first, last), *moments]
 
-        unit.state = await self._fill(unit, format, planes)
+        if unit.state is None:
+            unit.state = await self._fill(unit, format, planes)
+        else:
+            await self.refill(unit, planes)
         old = unit.records.get("fp32")
         if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
             del unit.records["fp32"]
@@ -62,28 +69,57 @@ class StateHomes:
         block = self.state_block(unit, nbytes)
         if block is not None:
             host = HostRecord(block.tensor[:nbytes])
-            at = 0
-            for first in range(0, elements, chunk):
-                raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
-                host.data[at : at + raw.numel()].copy_(raw)
-                at += raw.numel()
+            await self._fill_memory(host, elements, format, planes)
             return StateRecord(host, elements, chunk, format, params)
+        await self._fill_extent(name, elements, format, planes)
         assert self.store is not None
+        return StateRecord(DiskRecord(self.store, name, nbytes, self.metrics), elements, chunk, format, params)
+
+    async def refill(self, unit: Unit, planes: Planes) -> None:
+        """Replace the unit's whole state, on NVMe all or nothing. With a split master the parameters must be those that
+        go with it.
+        """
+        state = unit.state
+        assert state is not None
+        if isinstance(state.record, HostRecord):
+            await self._fill_memory(state.record, state.elements, state.format, planes)
+        else:
+            await self._fill_extent(state.record.name, state.elements, state.format, planes)
+
+    async def _fill_memory(self, host: HostRecord, elements: int, format: StateFormat, planes: Planes) -> None:
+        at = 0
+        host.version += 1
+        for first in range(0, elements, self.chunk):
+            raw, _ = pack(format, self.chunk, await planes(first, min(first + self.chunk, elements)))
+            host.data[at : at + raw.numel()].copy_(raw)
+            at += raw.numel()
+
+    async def _fill_extent(self, name: str, elements: int, format: StateFormat, planes: Planes) -> None:
+        """A new version of a record in the store; one chunk is written while the next is made."""
+        assert self.store is not None
+        nbytes = format.record_bytes(elements, self.chunk)
         extent = self.store.allocate(nbytes, name)
+        writing: asyncio.Future[None] | None = None
         try:
             sums: Sums = (0, 0)
             at = 0
-            for first in range(0, elements, chunk):
-                raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
-                await self.store.file.write(extent.offset + at, raw)
+            for first in range(0, elements, self.chunk):
+                raw, _ = pack(format, self.chunk, await planes(first, min(first + self.chunk, elements)))
+                if writing is not None:
+                    await settle(writing)
+                writing = asyncio.ensure_future(self.store.file.write(extent.offset + at, raw))
                 sums = combine(sums, checksum(raw, at // 4))
                 at += raw.numel()
+            if writing is not None:
+                await settle(writing)
         except BaseException:
+            if writing is not None:
+                await asyncio.wait([writing])
+                _ = writing.cancelled() or writing.exception()  # seen: the error before it goes first
             self.store.discard(extent)
             raise
         self.metrics.add("nvme_written_expected", nbytes)
         self.store.publish(name, extent, sums)
-        return StateRecord(DiskRecord(self.store, name, nbytes, self.metrics), elements, chunk, format, params)
 
     async def resettle(self, unit: Unit, old: StateRecord) -> StateRecord:
         """The snapshot's state record where the unit's state goes now, and with the master that goes there."""
@@ -132,7 +168,9 @@ class StateHomes:
             out[lo - first : hi - first] = part
         return out
 
-    def note(self, name: str, record: HostRecord) -> None:
-        """The host record now equals the record `name` of the snapshot that was opened."""
+    def note(self, name: str, record: HostRecord, extent: Extent | None = None) -> None:
+        """The host record now equals `extent` of a snapshot, by default the current record `name` of the one that was
+        opened.
+        """
         assert self.store is not None
-        self._saved[name] = (record.version, self.store.current[name])
+        self._saved[name] = (record.version, self.store.current[name] if extent is None else extent)

@@ -90,6 +90,7 @@ class Store(Versions):
             raise
         self._snapshots = dict(manifest.snapshots)
         self._epoch = manifest.epoch
+        self.latest = self.resumed  # the snapshot that was opened, then the last one made
         self._committing = False
         self._limbo: list[Extent] = []  # pinned by a manifest that was replaced, but perhaps not durably
         for name, (extent, sums) in self.resumed.records.items() if self.resumed is not None else ():
@@ -230,7 +231,7 @@ class Store(Versions):
     def _replace(self, manifest: Manifest) -> list[Extent]:
         """Make the manifest's snapshots the known ones; the extents of those that are gone."""
         gone = [old for name, old in self._snapshots.items() if manifest.snapshots.get(name) is not old]
-        self._snapshots, self._epoch = dict(manifest.snapshots), manifest.epoch
+        self._snapshots, self._epoch, self.latest = dict(manifest.snapshots), manifest.epoch, manifest.latest
         return [extent for old in gone for extent, _ in old.records.values()]
 
     def close(self, keep: bool = False) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from tierzero.gate import Gate
@@ -69,6 +70,7 @@ class Update:
         self.begin = begin
         self.before: Guess | None = None
         self.queued = False
+        self.running = False
         self.urgent = False
         self.due = 0  # as of its start
         self.ready = asyncio.Event()  # the parameters in host memory are the new ones; see Note [early parameters]
@@ -80,6 +82,12 @@ class Update:
         self.error, self.queued = None, False
         self.ready.clear()
         self.finished.clear()
+
+    def end(self) -> None:
+        """Nobody need wait for it any more."""
+        self.running = False
+        self.ready.set()
+        self.finished.set()
 
     async def run(self) -> None:
         """Do it, published at the end."""
@@ -210,6 +218,28 @@ class UpdateQueue:
         if unit.guess is guess:
             unit.guess = None
 
+    async def drop(self, unit: Unit) -> None:
+        """Forget the unit's guess and its update, failed ones too; one under way ends first, and so does one whose
+        results are being saved. What they have written to host memory stays there.
+        """
+        guess, job = unit.guess, unit.pending
+        if guess is not None:
+            self._waiting.discard(guess)
+            self.metrics.add("guesses_dropped", not guess.withdrawn)
+            await guess.undo(restore=False)
+            unit.guess = None
+        if job is not None:
+            if unit.gate is not None and unit.gate.before is job:
+                with suppress(Exception):  # the save says it
+                    await self.settled(unit)
+            self._waiting.discard(job)
+            if job.running:
+                await job.finished.wait()
+            if job.before is not None:
+                await job.before.undo(restore=False)
+            unit.pending = None
+            job.end()
+
     def hurry(self, unit: Unit) -> None:
         """Somebody waits for the unit's update: it goes before all others that have not begun."""
         if unit.pending is not None:
@@ -254,6 +284,7 @@ class UpdateQueue:
                 return
             self._waiting.discard(job)
             job.due = 0 if urgent else self.trace.due(job.unit.uid)
+            job.running = True
             task = asyncio.ensure_future(self._run(job))
             self._tasks.add(task)
             task.add_done_callback(self._done)
@@ -261,8 +292,11 @@ class UpdateQueue:
     async def _hold(self, job: Update, gate: Gate) -> None:
         """Keep `job` waiting until a save has read what it changes."""
         await gate.records()
-        self._waiting.add(job, urgent=job.urgent)
-        self._pump()
+        if job in (job.unit.pending, job.unit.guess):  # else it was dropped
+            self._waiting.add(job, urgent=job.urgent)
+            self._pump()
+        else:
+            job.end()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -286,8 +320,7 @@ class UpdateQueue:
             if self.metrics.recorder is not None:
                 kind = "update" if job.decided else "guess"
                 self.metrics.recorder.add("update", kind, f"{kind} {job.unit.name}", start, end)
-            job.ready.set()
-            job.finished.set()
+            job.end()
 
 
 class Withdrawal(Update):

@@ -59,11 +59,6 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
 
 
-def is_distributed(path: Path) -> bool:
-    """Whether `path` is a directory of that kind."""
-    return (path / METADATA).is_file()
-
-
 def read_metadata(path: Path) -> Metadata:
     """The `.metadata` of the checkpoint directory `path`; StoreCorruptError if it is not one, or refers to code."""
     file = path / METADATA

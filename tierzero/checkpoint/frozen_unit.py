@@ -112,6 +112,7 @@ class FrozenUnit:
         self.gate = Gate(unit.pending, gradients=bool(self.gradients))
         self.done = False
         self._extents: list[Extent] = []
+        self._as_they_are = False  # some records lie elsewhere than in the store
         self._records: dict[str, Any] = {}
         self._state: StateRecord | None = None
         self._generic: GenericState | None = None
@@ -163,22 +164,16 @@ class FrozenUnit:
             own = None if old.record is None else self._hold(old.record)
             kept = {index: Kept(one.made_by, one.master, dict(one.values)) for index, one in old.kept.items()}
             self._generic = GenericState(own, None, kept)
-        if not keep_gated and all(
-            record is None or record.on_disk
-            for record in (
-                *unit.records.values(),
-                unit.state and unit.state.record,
-                unit.generic and unit.generic.record,
-            )
-        ):
+        if not keep_gated and not self._as_they_are:
             self.gate.open(gradients=False)
         self._taken.set()
 
     def _hold(self, record: HostRecord | DiskRecord) -> Any:
-        if isinstance(record, HostRecord):
-            return record
         if isinstance(record, FrozenRecord) and not record.owned:
             return HeldSpans(record)
+        if not isinstance(record, DiskRecord):
+            self._as_they_are = True
+            return record
         extent = record.store.current[record.name]
         record.store.space.hold(extent)
         self._extents.append(extent)

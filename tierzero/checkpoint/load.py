@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from tierzero.checkpoint.contents import EXTRA, optimizers_of, others_of
 from tierzero.checkpoint.index import StoredTensor, read_head
 from tierzero.checkpoint.randomness import set_random_state
 from tierzero.checkpoint.reader import Reader
+from tierzero.checkpoint.refill import MASTER, refill_params, refill_states
 from tierzero.checkpoint.weights import load_weights
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
 from tierzero.errors import TierzeroError
+from tierzero.generic import Kept
+from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
-from tierzero.optim.resting import Resting
+from tierzero.optim.generic import WrappedOptimizer
+from tierzero.optim.generic_update import replace_states
 from tierzero.unit import Unit
 
 log = logging.getLogger("tierzero")
@@ -95,11 +100,7 @@ class Loading:
         if verify:
             for _ in self.reader.verify():
                 pass
-        self._weights()
-        for one in self.optimizers:
-            count = len(one.param_groups)
-            one.load_state_dict({"state": self._optimizer_states(one), "param_groups": groups[:count]})
-            groups = groups[count:]
+        self._take(groups)
         gradients = self._gradients() if self.optimizers else 0
         for name, one in self.states.items():
             self._restore(name, one)
@@ -190,15 +191,19 @@ class Loading:
 
     # -- putting back --------------------------------------------------------------------------------------------------
 
-    def _paged(self, key: str) -> torch.Tensor:
-        stored = self.index.stored(key)
-        assert stored is not None
-        return Resting(_InFile(self.reader, key), stored.shape, stored.dtype)
-
-    def _weights(self) -> None:
+    def _take(self, groups: list[dict[str, Any]]) -> None:
+        """Everything of the model and the optimizers, unit by unit."""
+        members: dict[Unit, dict[int, TieredOptimizer]] = {}
+        for one in self.optimizers:
+            count = len(one.param_groups)
+            take_groups(one, groups[:count])
+            groups = groups[count:]
+            for unit, index in (home_of(param) for group in one.param_groups for param in group["params"]):
+                members.setdefault(unit, {})[index] = one
         for unit in self.engine.units:
-            for index, name in enumerate(unit.names):
-                unit.rest[index].copy_(self._paged(f"model.{name}"))
+            self._take_unit(unit, members.get(unit, {}))
+        for one in self.optimizers:
+            one.restored()
         modules = dict(self.model.named_modules())
         for name, value in others_of(self.model).items():
             key = f"model.{name}"
@@ -207,21 +212,41 @@ class Loading:
             elif isinstance(value, torch.Tensor):
                 value.copy_(self.reader.tensor(key))
 
-    def _optimizer_states(self, optimizer: TieredOptimizer) -> dict[int, dict[str, Any]]:
-        """As a state dict has them, the large ones still in the file."""
-        found: dict[int, dict[str, Any]] = {}
-        parts: dict[str, dict[str, str]] = {}
+    def _take_unit(self, unit: Unit, members: dict[int, TieredOptimizer]) -> None:
+        params = [f"model.{name}" for name in unit.names]
+        trained = {index for index, place in enumerate(unit.layout.places) if place.elem >= 0}
+        adam = {index for index in trained if isinstance(members.get(index), AdamW)}
+        whole = unit.state is not None and bool(adam)
+        if unit.generic is not None:  # its masters change as a whole
+            for index, key in enumerate(params):
+                unit.rest[index].copy_(self.reader.tensor(key))
+        else:
+            work = refill_params(self.reader, unit, params, masters=not whole or adam != trained)
+            unit.at_rest(work, changes=True)
+        unit.version += 1
+        parts = {index: self._parts(unit, index) for index in trained & members.keys()}
+        if whole:
+            keys = {index: {MASTER: params[index], **parts[index]} for index in adam}
+            unit.at_rest(refill_states(self.reader, unit, keys, trained - adam), changes=True)
+        for index in adam:
+            step = parts[index].get("step")
+            unit.steps[index] = int(self.reader.tensor(step)) if step is not None else 0
+        generic = {index: parts[index] for index in parts.keys() - adam}
+        if generic:
+            take_generic(
+                unit, {i: {part: self._value(k) for part, k in own.items()} for i, own in generic.items()}, members
+            )
+
+    def _parts(self, unit: Unit, index: int) -> dict[str, str]:
+        """The keys of a parameter's states, by what they are."""
+        return self._of_optimizer.get(self._canonical(unit, index), {})
+
+    @cached_property
+    def _of_optimizer(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
         for key, path in self.index.paths.items():
             if path[:2] == ["optimizer", "state"]:
-                parts.setdefault(str(path[2]), {})[str(path[3])] = key
-        number = 0
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                unit, index = home_of(param)
-                state = {part: self._value(key) for part, key in parts.get(self._canonical(unit, index), {}).items()}
-                if state:
-                    found[number] = state
-                number += 1
+                found.setdefault(str(path[2]), {})[str(path[3])] = key
         return found
 
     def _canonical(self, unit: Unit, index: int) -> str:
@@ -231,8 +256,7 @@ class Loading:
     def _value(self, key: str) -> Any:
         if key in self.index.objects:
             return self.reader.object(key)
-        stored = self.index.tensors[key]
-        return self._paged(key) if stored.shape else self.reader.tensor(key)
+        return self.reader.tensor(key)
 
     def _gradients(self) -> int:
         """The accumulated gradients; how many there are."""
@@ -263,15 +287,20 @@ class Loading:
             target.copy_(self.reader.tensor(key))
 
 
-class _InFile:
-    """A tensor of a checkpoint, as Paged reads it."""
+def take_groups(optimizer: TieredOptimizer, groups: list[dict[str, Any]]) -> None:
+    """The hyper-parameters of `groups`, checked and cast by the optimizer itself, and no states."""
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            group.setdefault(key, value)  # what a scheduler has added
 
-    def __init__(self, reader: Reader, key: str) -> None:
-        self.reader = reader
-        self.name = key
 
-    def read(self) -> torch.Tensor:
-        return self.reader.tensor(self.name)
-
-    def write(self, value: torch.Tensor) -> None:
-        raise TierzeroError(f"{self.name} lies in a checkpoint, which is not changed")
+def take_generic(unit: Unit, states: dict[int, dict[str, Any]], members: dict[int, TieredOptimizer]) -> None:
+    """The states of wrapped optimizers, exactly as they were: torch's load_state_dict would cast them."""
+    fresh = {}
+    for index, values in states.items():
+        one = members[index]
+        assert isinstance(one, WrappedOptimizer)
+        master = values.pop(MASTER, None)
+        fresh[index] = Kept(one.made_by, master, values)
+    unit.at_rest(replace_states(unit.owner.homes, unit, fresh, "loading the states"), changes=True)

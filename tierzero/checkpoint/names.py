@@ -54,7 +54,7 @@ def match(stored: Collection[str], wanted: Iterable[str], inner: str = "") -> Ma
     if inner:
         rules += [("", _with(f"{inner}.")), (f"{inner}.", _without(f"{inner}."))]
         rules += [("model.", lambda name: _then(_without("model."), _with(f"{inner}."), name))]
-    best = max(rules, key=lambda rule: len({targets[to] for name in stored if (to := rule[1](name)) in targets}))
+    best = max(rules, key=lambda rule: len({_find(rule[1](name), targets) for name in stored} - {None}))
     result = Matched()
     taken: dict[str, str] = {}
     for name in stored:
@@ -71,14 +71,15 @@ def match(stored: Collection[str], wanted: Iterable[str], inner: str = "") -> Ma
 
 def _target(name: str, rule: Rule, targets: dict[str, str]) -> str | None:
     """The model's name for one of the checkpoint's, by `rule`, or as it is (parts outside the inner model)."""
-    for candidate in (rule(name), name):
-        if candidate is None:
-            continue
-        if candidate in targets:
-            return targets[candidate]
-        for old, new in _RENAMED:
-            if candidate.endswith(old) and candidate.removesuffix(old) + new in targets:
-                return targets[candidate.removesuffix(old) + new]
+    return _find(rule(name), targets) or _find(name, targets)
+
+
+def _find(name: str | None, targets: dict[str, str]) -> str | None:
+    if name is None or name in targets:
+        return None if name is None else targets[name]
+    for old, new in _RENAMED:
+        if name.endswith(old) and name.removesuffix(old) + new in targets:
+            return targets[name.removesuffix(old) + new]
     return None
 
 

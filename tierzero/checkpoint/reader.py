@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +15,8 @@ from tierzero.checkpoint.container import frame
 from tierzero.checkpoint.index import DATA, Index, Piece, StoredTensor, read_index
 from tierzero.checksum import Sums, checksum, combine, to_hex
 from tierzero.errors import StoreCorruptError
-from tierzero.tiers.base import aligned_empty, memory_of
+from tierzero.tiers.base import aligned_empty, memory_of, settle
+from tierzero.tiers.readonly import ReadOnlyFile
 
 BLOCK = 8 << 20  # bytes at a time
 
@@ -28,7 +29,7 @@ class Reader:
     def __init__(self, directory: Path) -> None:
         self.index: Index = read_index(directory)
         self.path = directory / DATA
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115, closed by close
+        self._file = ReadOnlyFile(self.path)
 
     def close(self) -> None:
         """Give up the file. Harmless when closed."""
@@ -45,24 +46,15 @@ class Reader:
         stored = self.index.stored(key)
         assert stored is not None
         out = torch.empty(stored.shape, dtype=stored.dtype)
-        raw = out.view(-1).view(torch.uint8) if out.numel() else torch.empty(0, dtype=torch.uint8)
-        done = 0
-        for piece in stored.pieces:
-            total: Sums = (0, 0)
-            for at in range(0, piece.nbytes, BLOCK):
-                part = raw[done + at : done + min(at + BLOCK, piece.nbytes)]
-                self._fill(piece.at + at, part, key)
-                total = combine(total, checksum(part, at // 4))
-            self._compare(key, piece.sums, total, piece.at, piece.nbytes)
-            done += piece.nbytes
+        InOrder(self, key).read(out.view(-1))
         return out
 
     def object(self, key: str) -> Any:
         """The value of that key."""
         stored = self.index.objects[key]
         raw = torch.empty(stored.length, dtype=torch.uint8)
-        self._fill(stored.start, raw, key)
-        self._compare(key, stored.sums, checksum(raw), stored.start, stored.length)
+        self.fill(stored.start, raw, key)
+        self.compare(key, stored.sums, checksum(raw), stored.start, stored.length)
         return torch.load(io.BytesIO(bytes(memory_of(raw))), weights_only=True)
 
     def verify(self) -> Iterator[tuple[str, int]]:
@@ -78,17 +70,17 @@ class Reader:
                     self._verify_piece(ahead, key, *one)
                     yield key, one[1].nbytes
                 else:
-                    self._compare(key, one.sums, self._sums(ahead, key, one.start, one.length), one.start, one.length)
+                    self.compare(key, one.sums, self._sums(ahead, key, one.start, one.length), one.start, one.length)
                     yield key, one.length
 
     def _verify_piece(self, ahead: ThreadPoolExecutor, key: str, stored: StoredTensor, piece: Piece) -> None:
         head, tail = frame(stored.dtype, piece.sizes, piece.start)
         for at, expected in ((piece.start, head), (piece.at + piece.nbytes, tail)):
             raw = torch.empty(len(expected), dtype=torch.uint8)
-            self._fill(at, raw, key)
+            self.fill(at, raw, key)
             if bytes(memory_of(raw)) != expected:
                 raise self._changed(key, at, len(expected))
-        self._compare(key, piece.sums, self._sums(ahead, key, piece.at, piece.nbytes), piece.at, piece.nbytes)
+        self.compare(key, piece.sums, self._sums(ahead, key, piece.at, piece.nbytes), piece.at, piece.nbytes)
 
     def _sums(self, ahead: ThreadPoolExecutor, key: str, start: int, nbytes: int) -> Sums:
         starts = range(0, nbytes, BLOCK)
@@ -96,7 +88,7 @@ class Reader:
 
         def read(number: int) -> torch.Tensor:
             part = buffers[number % 2][: min(BLOCK, nbytes - starts[number])]
-            self._fill(start + starts[number], part, key)
+            self.fill(start + starts[number], part, key)
             return part
 
         total: Sums = (0, 0)
@@ -109,18 +101,15 @@ class Reader:
             total = combine(total, checksum(part, at // 4))
         return total
 
-    def _fill(self, at: int, out: torch.Tensor, key: str) -> None:
-        memory, done = memory_of(out), 0
-        while done < out.numel():
-            try:
-                count = os.preadv(self._file.fileno(), [memory[done:]], at + done)
-            except OSError as error:
-                raise OSError(error.errno, f"{key} cannot be read: {error.strerror}", str(self.path)) from error
-            if count == 0:
-                raise StoreCorruptError(f"{self.path} ends inside {key}: copy it again, or load another checkpoint")
-            done += count
+    def fill(self, at: int, out: torch.Tensor, key: str) -> None:
+        """Read the file's bytes from `at` on, which are some of `key`."""
+        try:
+            self._file.read(at, out)
+        except OSError as error:
+            raise OSError(error.errno, f"{key} cannot be read: {error.strerror}", str(self.path)) from error
 
-    def _compare(self, key: str, expected: str, found: Sums, at: int, nbytes: int) -> None:
+    def compare(self, key: str, expected: str, found: Sums, at: int, nbytes: int) -> None:
+        """StoreCorruptError if the bytes of `key` are not those that were written."""
         if to_hex(found) != expected:
             raise self._changed(key, at, nbytes)
 
@@ -129,3 +118,39 @@ class Reader:
             f"{key} ({nbytes} bytes at {at} of {self.path}) does not match its checksum: the file is not what was "
             "written. Copy it again, or load another checkpoint"
         )
+
+
+class InOrder:
+    """One tensor, read from its first element to its last; each piece is compared with its checksum at its end."""
+
+    def __init__(self, reader: Reader, key: str) -> None:
+        stored = reader.index.stored(key)
+        assert stored is not None
+        self.reader = reader
+        self.key = key
+        self.dtype = stored.dtype
+        self.left = stored.nbytes
+        self._pieces = iter(stored.pieces)
+        self._piece: Piece | None = None
+        self._done = 0  # bytes of the piece
+        self._sums: Sums = (0, 0)
+
+    def read(self, out: torch.Tensor) -> None:
+        """Fill `out` (one-dimensional, of this dtype) with the elements that come next."""
+        raw = out.view(torch.uint8) if out.numel() else torch.empty(0, dtype=torch.uint8)
+        at = 0
+        while at < raw.numel():
+            piece = self._piece = next(self._pieces) if self._piece is None else self._piece
+            part = raw[at : at + min(BLOCK, piece.nbytes - self._done)]
+            self.reader.fill(piece.at + self._done, part, self.key)
+            self._sums = combine(self._sums, checksum(part, self._done // 4))
+            self._done += part.numel()
+            self.left -= part.numel()
+            at += part.numel()
+            if self._done == piece.nbytes:
+                self.reader.compare(self.key, piece.sums, self._sums, piece.at, piece.nbytes)
+                self._piece, self._done, self._sums = None, 0, (0, 0)
+
+    async def read_async(self, out: torch.Tensor) -> None:
+        """`read` in a thread."""
+        await settle(asyncio.ensure_future(asyncio.to_thread(self.read, out)))

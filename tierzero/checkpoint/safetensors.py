@@ -59,9 +59,11 @@ class SafeTensor(Stored):
 
     def runs(self, files: OpenFiles) -> Iterator[tuple[int, torch.Tensor]]:
         for first, count in parts_of(self.numel, self.dtype.itemsize):
-            out = torch.empty(count, dtype=self.dtype)
-            files.of(self.path).read(self.offset + first * self.dtype.itemsize, out.view(torch.uint8))
-            yield first, out
+            nbytes, at = count * self.dtype.itemsize, self.offset + first * self.dtype.itemsize
+            raw = files.of(self.path).view(at, nbytes, files.scratch(nbytes))
+            if raw.data_ptr() % self.dtype.itemsize:
+                raw = raw.clone()
+            yield first, raw.view(self.dtype)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, SafeTensor], dict[str, str]]:

@@ -8,6 +8,8 @@ from types import TracebackType
 
 import torch
 
+from tierzero.layout import PAGE
+from tierzero.tiers.base import aligned_empty
 from tierzero.tiers.readonly import ReadOnlyFile
 
 
@@ -33,15 +35,24 @@ class Stored:
         return count
 
     def runs(self, files: OpenFiles) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, flat values on the CPU) that together are the tensor, each of bounded size."""
+        """(first element, flat values on the CPU) that together are the tensor, each of bounded size. Values last until
+        the next are taken.
+        """
         raise AssertionError("each kind of checkpoint has its own")
 
 
 class OpenFiles:
-    """The file that is read at present; one is open at a time."""
+    """The file that is read at present, one at a time, and the memory for what is read at once."""
 
     def __init__(self) -> None:
         self._file: ReadOnlyFile | None = None
+        self._scratch = aligned_empty(0)
+
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """Aligned memory for `nbytes` bytes from anywhere in a file; the same at every call."""
+        if self._scratch.numel() < nbytes + 2 * PAGE:
+            self._scratch = aligned_empty(nbytes + 2 * PAGE)
+        return self._scratch
 
     def of(self, path: Path) -> ReadOnlyFile:
         """`path`, open for reading."""

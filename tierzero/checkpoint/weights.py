@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from tierzero.borrowed import Borrowed, FrozenRecord, Span
-from tierzero.checkpoint.distributed import find_distributed, is_distributed
 from tierzero.checkpoint.names import ignored, match
 from tierzero.checkpoint.safetensors import find_safetensors
 from tierzero.checkpoint.stored import OpenFiles, Stored
@@ -66,7 +65,7 @@ def load_weights(
     path = Path(path)
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     _check_ready(model, state)
-    stored = find_distributed(path) if is_distributed(path) else find_safetensors(path)
+    stored = _find(path)
     matched = match(list(stored), list(state), _inner(model))
     if matched.twice:
         name, one, other = matched.twice[0]
@@ -103,6 +102,14 @@ def load_weights(
         for unit, spans in borrowed:
             _note_origin(unit, spans)
     return Loaded(missing, unexpected)
+
+
+def _find(path: Path) -> dict[str, Stored]:
+    if not (path / ".metadata").is_file():
+        return find_safetensors(path)
+    from tierzero.checkpoint.distributed import find_distributed  # takes 50 MB of memory to import
+
+    return find_distributed(path)
 
 
 def _key(target: torch.Tensor) -> Any:

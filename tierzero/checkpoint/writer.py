@@ -12,6 +12,7 @@ import torch
 
 from tierzero.errors import naming
 from tierzero.layout import PAGE
+from tierzero.malloc import mapped
 from tierzero.tiers.base import aligned_empty, memory_of
 
 BLOCK = 4 << 20  # bytes of one write; there are two of them
@@ -28,7 +29,8 @@ class SequentialFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self._direct = self._open_direct()
-        self._blocks = [aligned_empty(BLOCK), aligned_empty(BLOCK)]
+        with mapped():
+            self._blocks = [aligned_empty(BLOCK), aligned_empty(BLOCK)]
         self._filled = 0
         self._at = 0  # where the block that is being filled goes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierzero-export")

@@ -167,7 +167,7 @@ class Trainer:
             "settings": checkpoints.loop_settings(self.config),
             "text": self.task.corpus.fingerprint(),
         }
-        tz.commit(self.model, self.optimizer, name=checkpoints.snapshot_name(self.step), meta=meta)
+        tz.snapshot(self.model, self.optimizer, name=checkpoints.snapshot_name(self.step), meta=meta)
         checkpoints.write_note(self.config, self.step, loss)
         self.saved = self.step
 

@@ -117,10 +117,9 @@ class TierzeroTrainer(Trainer):
         return done
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The directory that Trainer writes, one tensor in memory at a time; of a PEFT model the adapter."""
+        """The directory that Trainer writes; of a whole model one tensor in memory at a time."""
         where, adapter = output_dir or str(self.args.output_dir), hasattr(self.model, "peft_config")
-        params = self.model.named_parameters(remove_duplicate=False) if adapter else ()
-        super()._save(where, {name: param.detach().clone() for name, param in params if param.requires_grad})
+        super()._save(where, None if adapter else {})
         if not adapter:
             tz.export(self.model, where, overwrite=True)
 

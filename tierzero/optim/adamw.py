@@ -204,6 +204,7 @@ class AdamW(TieredOptimizer):
 
     def restored(self) -> None:
         """A snapshot has set the units' step counts."""
+        super().restored()
         for unit, members in self.members.items():
             for index, _ in members:
                 self.state[unit.rest[index]]["step"].fill_(unit.steps[index])

@@ -13,6 +13,7 @@ import torch
 from tierzero.errors import NonFiniteGradientError, TierzeroError
 from tierzero.optim.clip import engine_time, place_of
 from tierzero.optim.norms import is_finite, unit_norms
+from tierzero.optim.overlap import Overlap
 from tierzero.unit import Unit
 
 log = logging.getLogger("tierzero")
@@ -32,6 +33,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _divides_scale = True  # as torch's fused kernels do; others multiply by the inverse
     max_skipped_steps: int
+    overlap: Overlap
     members: Any  # this optimizer's parameters, by unit
     _skipped_in_row = 0
 
@@ -115,6 +117,8 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def restored(self) -> None:
         """A snapshot has put the units' states back."""
+        self.overlap.forget()
+        self._skipped_in_row = 0
 
     def _note_skip(self, bad: str | None) -> None:
         if bad is None:

@@ -221,6 +221,11 @@ class WrappedOptimizer(TieredOptimizer):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
+    def made_by(self) -> str:
+        """How its states name the optimizer class that made them."""
+        return self._recipe.name
+
+    @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """What the class keeps for each parameter that has been stepped, after the queued updates: numbers, scalars and
         tensors at rest; "master" is the float32 value of a 16-bit parameter. A new dict each time.

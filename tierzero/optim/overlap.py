@@ -44,6 +44,10 @@ class Overlap:
         self.guessing |= wanted
         return wanted
 
+    def forget(self) -> None:
+        """The backwards since the last step count no more."""
+        self.backwards, self.guessing = 0, False
+
     def backward_over(self, hypers: Any) -> None:
         """A backward has ended; `hypers`: the hyper-parameters now."""
         self.backwards += 1

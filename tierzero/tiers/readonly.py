@@ -129,6 +129,24 @@ class ReadOnlyFile:
             raise OSError(errno.EIO, f"cannot read at offset {offset}: the file ends before", self.path)
         return done
 
+    def view(self, offset: int, nbytes: int, scratch: torch.Tensor) -> torch.Tensor:
+        """The bytes [offset, offset + nbytes) as a part of `scratch`, an aligned uint8 of two pages more; EIO if the
+        file ends before.
+        """
+        head = offset % PAGE if self.direct else 0
+        fd, at = (self._direct if self.direct else self._fd), 0
+        wanted = round_up(head + nbytes, PAGE) if self.direct else nbytes
+        memory = memory_of(scratch)
+        while at < head + nbytes:
+            got = os.preadv(fd, [memory[at:wanted]], offset - head + at)
+            self.bytes_read += got
+            at += got if got >= head + nbytes - at else got // PAGE * PAGE if self.direct else got
+            if not got or (at < head + nbytes and self.direct and got % PAGE):
+                raise OSError(errno.EIO, f"cannot read at offset {offset}: the file ends before", self.path)
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        return scratch[head : head + nbytes]
+
     async def read_async(self, offset: int, out: torch.Tensor) -> None:
         """`read` in a thread."""
         await settle(asyncio.ensure_future(asyncio.to_thread(self.read, offset, out)))

@@ -1,0 +1,171 @@
+"""Export: shards as transformers writes them, whole or not there, loading strictly into the plain model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from oracle import batches, loss_of, make, same, tiered, tiers_for, train_both
+from pairs import pair
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+
+import tierzero as tz
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+INDEX = "model.safetensors.index.json"
+
+
+def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors, by the index, and the index."""
+    index = json.loads((folder / INDEX).read_text())
+    state: dict[str, torch.Tensor] = {}
+    for file in set(index["weight_map"].values()):
+        state |= load_file(folder / file)
+    assert index["weight_map"].keys() == state.keys()
+    return state, index
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_shards(dtype: torch.dtype, placement: str, tmp_path: Path) -> None:
+    """S7: the exported model has the trained model's loss to the bit; tied names are listed and not repeated."""
+    with pair(tmp_path / "run", models.Tied, placement, dtype=dtype) as (plain, run):
+        train_both([("", run)], plain, 2)
+        folder = tz.export(run.model, tmp_path / "out", max_shard=1000)
+        state, index = read(folder)
+        assert len(set(index["weight_map"].values())) > 2
+        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        assert index["metadata"]["tied"] == {"head.weight": "embed.weight"}
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
+        largest = max(value.nbytes for value in state.values())
+        sizes = [os.stat(folder / file).st_size for file in set(index["weight_map"].values())]
+        assert max(sizes) < max(largest, 1000) + 2000
+        fresh: Any = make(models.Tied, dtype, seed=4)
+        tied = {other: state[name] for other, name in index["metadata"]["tied"].items()}
+        fresh.load_state_dict({**state, **tied}, strict=True)
+        ids = next(batches(1))
+        assert same(loss_of(fresh, ids), loss_of(run.model, ids))
+        # one file: the library itself ties the names again
+        single = tz.export(run.model, tmp_path / "out.safetensors", metadata={"made": "here"})
+        again = make(models.Tied, dtype, seed=5)
+        assert load_model(again, single, strict=True) == (set(), [])
+        assert same(loss_of(again, ids), loss_of(fresh, ids))
+        with safe_open(single, "pt") as file:
+            assert file.metadata()["made"] == "here"
+            assert file.metadata()["head.weight"] == "embed.weight"
+        assert "head.weight" in load_file(tz.export(run.model, tmp_path / "all.safetensors", tied="copy"))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_an_export_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """One file, shards, other shards, one file; files that are none of its business stay."""
+    model = make(models.Net)
+    with tiered(model, tiers_for(model, "nvme", tmp_path / "store")) as run:
+        folder = tmp_path / "out"
+        tz.export(run.model, folder)
+        (folder / "config.json").write_text("{}")
+        assert names(folder) == {"model.safetensors", "config.json"}
+        seen = []
+        for scale in (2.0, 3.0):
+            with torch.no_grad():
+                run.model.load_state_dict({k: v.clone() * scale for k, v in run.model.state_dict().items()})
+            tz.export(run.model, folder, max_shard=2000)
+            state, index = read(folder)
+            expected = {name: value.clone() for name, value in run.model.state_dict().items()}
+            assert all(same(state[name], expected[name]) for name in expected)
+            assert names(folder) == {INDEX, "config.json", *index["weight_map"].values()}
+            seen.append(set(index["weight_map"].values()))
+        assert not seen[0] & seen[1]
+        tz.export(run.model, folder)
+        assert names(folder) == {"model.safetensors", "config.json"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "other.safetensors"])
+def test_foreign_weights_are_left_alone(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    save_file({"a": torch.zeros(3)}, folder / name)
+    before = (folder / name).read_bytes()
+    model = make(models.Net)
+    with tiered(model, tiers_for(model, "nvme", tmp_path / "store")) as run:
+        with pytest.raises(tz.StoreError, match=f"{name} is there already.*overwrite=True"):
+            tz.export(run.model, folder)
+        assert (folder / name).read_bytes() == before
+        assert names(folder) == {name}
+        with pytest.raises(tz.StoreError, match="is a file"):
+            tz.export(run.model, folder / name / "x" if name == "none" else __file__)
+        tz.export(run.model, folder, overwrite=True)
+        assert "model.safetensors" in names(folder)
+        assert load_file(folder / "model.safetensors").keys() == run.model.state_dict().keys()
+
+
+def test_no_room_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(models.Net)
+    with tiered(model, tiers_for(model, "nvme", tmp_path / "store")) as run:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match=r"No space|the export takes .* 5 B free.*out") as caught:
+            tz.export(run.model, tmp_path / "out" / "deep")
+        assert caught.value.filename == str(tmp_path / "out" / "deep")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_failure_leaves_the_export_before(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk at any write: the old files are whole and nothing else is left."""
+    from tierzero.checkpoint import writer
+
+    model = make(models.Net)
+    with tiered(model, tiers_for(model, "nvme", tmp_path / "store")) as run:
+        folder = tz.export(run.model, tmp_path / "out", max_shard=2000)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        put, count = os.pwrite, 0
+
+        def full(fd: int, data: Any, offset: int) -> int:
+            nonlocal count
+            count += 1
+            if count > at:
+                raise OSError(28, "No space left on device")
+            return put(fd, data, offset)
+
+        monkeypatch.setattr(writer.os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            tz.export(run.model, folder, max_shard=2000)
+        assert str(folder) in str(caught.value.filename)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        blank = models.Net()
+    with tiered(blank, tiers_for(blank, "nvme", tmp_path / "store")) as run:
+        with pytest.raises(tz.TierzeroError, match=r"embed.weight was never given a value"):
+            tz.export(run.model, tmp_path / "out")
+        with pytest.raises(ValueError, match="max_shard"):
+            tz.export(run.model, tmp_path / "out", max_shard="many")
+        tz.initialize(run.model)
+        with tz.unsharded(run.model.embed), pytest.raises(tz.TierzeroError, match="in use"):  # type: ignore[arg-type]
+            tz.export(run.model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_of_any_size_are_written_whole(tmp_path: Path) -> None:
+    from tierzero.checkpoint.writer import BLOCK, SequentialFile
+
+    raw = torch.frombuffer(bytearray(os.urandom(2 * BLOCK + 4097 + 5)), dtype=torch.uint8)
+    with SequentialFile(tmp_path / "file") as out:
+        for part in raw.split([1, BLOCK - 1, 4096, BLOCK, 6]):
+            out.write(part)
+        out.finish()
+    assert (tmp_path / "file").read_bytes() == bytes(raw.numpy())
+    with pytest.raises(FileExistsError):
+        SequentialFile(tmp_path / "file")
