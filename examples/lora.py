@@ -59,7 +59,8 @@ def main() -> None:
         opt.zero_grad()
         print(f"step {step + 1} of {args.steps}, loss {loss.item():.3f}")
 
-    model.save_pretrained(args.out / "adapter")  # 4, the adapter alone; PeftModel.from_pretrained reads it
+    adapter = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}  # out of the tiers
+    model.save_pretrained(args.out / "adapter", state_dict=adapter)  # 4, PeftModel.from_pretrained reads it
     tz.close(model)  # 5
     print(f"adapter in {args.out / 'adapter'}")
 

@@ -19,7 +19,7 @@ from safetensors.torch import load as load_buffers
 from tierzero import manifest as manifests
 from tierzero import members
 from tierzero.borrowed import BorrowedFiles
-from tierzero.checkpoint.snapshot import BUFFERS
+from tierzero.checkpoint.snapshot import BUFFERS, OWN
 from tierzero.checksum import Sums, checksum, combine
 from tierzero.cli.ckpt_data import DataFile
 from tierzero.cli.ckpt_entry import DAMAGED, Entry, StoredTensor
@@ -49,8 +49,8 @@ class Stored(Entry):
         self.files = [os.path.join(one, file) for one, file in zip(directories, files, strict=True)]
         self.created = os.stat(home / manifests.NAME).st_mtime
         self.nbytes = sum(extent.nbytes for extent, _ in self.snapshot.records.values())
-        self.meta = {key: value for key, value in self.snapshot.meta.items() if key != "engine"}
-        self.engine: dict[str, Any] = self.snapshot.meta.get("engine", {})
+        self.meta = {key: value for key, value in self.snapshot.meta.items() if key != OWN}
+        self.engine: dict[str, Any] = self.snapshot.meta.get(OWN, {})
         self.facts = {"epoch": self.snapshot.epoch, "directories": self.directories}
         self.layouts: dict[str, UnitLayout] = {}
         try:

@@ -117,9 +117,10 @@ class TierzeroTrainer(Trainer):
         return done
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The directory that Trainer writes; of a whole model one tensor in memory at a time."""
+        """The directory that Trainer writes, one tensor in memory at a time; of a PEFT model the adapter."""
         where, adapter = output_dir or str(self.args.output_dir), hasattr(self.model, "peft_config")
-        super()._save(where, None if adapter else {})
+        params = self.model.named_parameters(remove_duplicate=False) if adapter else ()
+        super()._save(where, {name: param.detach().clone() for name, param in params if param.requires_grad})
         if not adapter:
             tz.export(self.model, where, overwrite=True)
 
