@@ -91,6 +91,11 @@ def test_autocast(tmp_path: Path) -> None:
     compare(tmp_path, bf16=True)
 
 
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    compare(tmp_path, load_best_model_at_end=True, save_total_limit=1, learning_rate=5e-2, **every)
+
+
 def lora() -> Any:
     peft = pytest.importorskip("peft")
     model = build()
