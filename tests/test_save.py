@@ -169,6 +169,17 @@ def test_weights_alone(tmp_path: Path) -> None:
             tz.load(run.model, tmp_path / "save", run.optimizer)
 
 
+def test_without_the_extension(tmp_path: Path, portable: None) -> None:
+    """The same file by buffered I/O."""
+    with tiered(make(Tied), tiers_for(make(Tied), "nvme", tmp_path / "one")) as run:
+        step(run, batches(2))
+        tz.save(run.model, tmp_path / "save", run.optimizer, wait=True)
+        saved = weights(run.model)
+    with built(Tied, torch.float32, "host", tmp_path) as run:
+        tz.load(run.model, tmp_path / "save", run.optimizer)
+        assert all(same(value, saved[name]) for name, value in weights(run.model).items())
+
+
 def test_on_a_meta_model(tmp_path: Path) -> None:
     """A model without values takes a checkpoint's, trains, and is saved again."""
     with built(Tied, BF16, "nvme", tmp_path / "one") as run:

@@ -97,6 +97,15 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert all(same(value, resumed[name]) for name, value in weights(run.model).items())
 
 
+def test_the_end_of_a_script_waits(tmp_path: Path) -> None:
+    """A process that ends without asking how its save went has written it."""
+    code = CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path)).replace("range(1, 1000)", "range(1, 2)")
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert files_of(tmp_path / "saves") == ["step-1"]
+    with Reader(tmp_path / "saves" / "step-1") as reader:
+        assert len(list(reader.verify())) > 10
+
+
 def test_only_what_is_ours_is_swept(tmp_path: Path) -> None:
     """Names like ours with something else in them, and directories that are in use, stay."""
     odd = tmp_path / ".one.tierzero-0123456789abcdef"

@@ -128,6 +128,18 @@ def test_wrapped_optimizers(name: str, dtype: torch.dtype, tmp_path: Path) -> No
         assert_equal(bits(run), end)
 
 
+def test_another_class(tmp_path: Path) -> None:
+    """States of one class are not given to another."""
+    with other(torch.optim.SGD, {"lr": 0.1}, torch.float32, None, 0) as run:
+        step(run, batches(2))
+        tz.save(run.model, tmp_path / "save", run.optimizer, wait=True)
+    with other(torch.optim.Adagrad, {"lr": 0.1}, torch.float32, None, 0) as run:
+        before = bits(run)
+        with pytest.raises(tz.TierzeroError, match=r"group 0 was stepped by torch.optim.sgd.SGD, not by"):
+            tz.load(run.model, tmp_path / "save", run.optimizer)
+        assert_equal(bits(run), before)
+
+
 def test_two_optimizers(tmp_path: Path) -> None:
     """Their groups one after the other; a parameter of neither has no state."""
 

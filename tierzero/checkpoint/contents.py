@@ -21,6 +21,7 @@ from tierzero.checkpoint.frozen_unit import FrozenUnit, Source
 from tierzero.errors import TierzeroError
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
+from tierzero.optim.generic import WrappedOptimizer
 from tierzero.paged import Paged
 
 EXTRA = "_extra_state"  # how torch ends the names of what get_extra_state() gives
@@ -104,6 +105,11 @@ def optimizers_of(optimizer: Any) -> list[TieredOptimizer]:
     return several
 
 
+def made_by(optimizer: TieredOptimizer) -> str:
+    """The name of the class whose states an optimizer keeps."""
+    return optimizer.made_by if isinstance(optimizer, WrappedOptimizer) else type(optimizer).__name__
+
+
 def names_of(model: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by its id."""
     names: dict[int, list[str]] = {}
@@ -171,6 +177,7 @@ def gather(
 
 def _groups(found: Contents, optimizers: Sequence[TieredOptimizer]) -> None:
     number = 0
+    found.extra["made_by"] = [made_by(one) for one in optimizers for _ in one.param_groups]
     for one in optimizers:
         for group in one.param_groups:
             for option, value in group.items():

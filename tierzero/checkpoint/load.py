@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tierzero.api import open_engine
-from tierzero.checkpoint.contents import EXTRA, optimizers_of, others_of
+from tierzero.checkpoint.contents import EXTRA, made_by, optimizers_of, others_of
+from tierzero.checkpoint.frozen_unit import MOMENTS
 from tierzero.checkpoint.index import StoredTensor, read_head
 from tierzero.checkpoint.randomness import set_random_state
 from tierzero.checkpoint.reader import Reader
@@ -164,6 +165,9 @@ class Loading:
             raise self._differs(f"it has {len(saved)} parameter groups and the optimizer has {len(mine)}")
         found = []
         for number, (one, group) in enumerate(mine):
+            theirs_by = self.index.extra["made_by"][number]
+            if theirs_by != made_by(one):
+                raise self._differs(f"its parameter group {number} was stepped by {theirs_by}, not by {made_by(one)}")
             names = [unit.names[index] for unit, index in map(home_of, group["params"])]
             theirs = saved[number].pop("params")
             for name, other in zip(names, theirs, strict=False):
@@ -178,6 +182,12 @@ class Loading:
         return found
 
     def _check_states(self) -> None:
+        for name, parts in self._of_optimizer.items() if self.optimizers else ():
+            param = self.index.tensors.get(f"model.{name}")
+            for part in (MASTER, *MOMENTS):
+                stored = self.index.tensors.get(parts.get(part, ""))
+                if stored is not None and (param is None or stored.shape != param.shape):
+                    raise self._differs(f"{part} of {name} has the shape {stored.shape}")
         for name in self.states:
             if not self._of_state(name) and f"states.{name}" not in self.index.objects:
                 there = sorted({str(path[1]) for path in self.index.paths.values() if path[0] == "states"})
@@ -209,7 +219,7 @@ class Loading:
             key = f"model.{name}"
             if key in self.index.objects:
                 modules[name.rpartition(".")[0]].set_extra_state(self.reader.object(key))
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(value, torch.Tensor) and name.split(".")[-1] != EXTRA:
                 value.copy_(self.reader.tensor(key))
 
     def _take_unit(self, unit: Unit, members: dict[int, TieredOptimizer]) -> None:

@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -199,8 +200,11 @@ class Saving:
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        began = time.monotonic()
         try:
             await self._save()
+            seconds, size = time.monotonic() - began, self.index.head["bytes"]
+            log.info("saved %s: %d tensors, %.1f MB in %.1f s", self.path, len(self.index.tensors), size / 1e6, seconds)
         except BaseException as error:
             self._error = _named(error, self.path)
         finally:
