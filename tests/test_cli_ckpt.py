@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cli_process import tierzero, tierzero_here
-from safetensors.torch import load_file, load_model
+from oracle import tiers_for
+from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 
 import tierzero as tz
@@ -221,6 +222,41 @@ def test_rm(copy: Path) -> None:
     tz.close(tz.offload(Small(), tz.Tiers(nvme=copy / "store", host="64MiB", device="8MiB", compute="cpu")))
 
 
+@pytest.mark.parametrize("kind", ["on NVMe", "8bit", "split", "wrapped", "borrowed"])
+def test_snapshots_of_every_kind(tmp_path: Path, kind: str) -> None:
+    """Wherever the bytes lie and whatever format the states have."""
+    plain = Small().requires_grad_(kind != "borrowed")
+    tiers = tz.Tiers(nvme=tmp_path / "store", host="64MiB", device="8MiB", compute="cpu")
+    if kind in ("on NVMe", "borrowed"):
+        tiers = tiers_for(plain, "nvme", tmp_path / "store", spare=1 << 20)
+    if kind == "borrowed":
+        save_model(plain, tmp_path / "weights.safetensors")
+        with tz.parameters_on_meta():
+            model = tz.offload(Small().requires_grad_(False), tiers)
+        tz.load(model, tmp_path / "weights.safetensors")
+        tz.snapshot(model, None, "kind")
+    else:
+        model = tz.offload(plain, tiers)
+        options: Any = {"8bit": {"state_dtype": "8bit"}, "split": {"master": "split"}}.get(kind, {})
+        opt: Any = tz.AdamW(model.parameters(), **options)
+        if kind == "wrapped":
+            opt = tz.wrap_optimizer(torch.optim.Adagrad, model.parameters(), lr=1e-2)
+        model(torch.arange(40).view(4, 10)).float().square().mean().backward()
+        opt.step()
+        tz.snapshot(model, opt, "kind")
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    tz.close(model)
+    assert "is whole" in ckpt("verify", tmp_path / "store")
+    ckpt("show", tmp_path / "store")
+    ckpt("export", tmp_path / "store", tmp_path / "out.safetensors", "--tied", "copy")
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == weights.keys()
+    assert [name for name, value in weights.items() if not torch.equal(found[name], value)] == []
+    if kind == "borrowed":
+        flip(tmp_path / "weights.safetensors", 3000)
+        assert "weights.safetensors" in ckpt("verify", tmp_path / "store", code=1)
+
+
 def test_what_is_in_use_stays(copy: Path) -> None:
     tiers = tz.Tiers(nvme=copy / "store", host="64MiB", device="8MiB", compute="cpu")
     model = tz.offload(Small(), tiers, resume=True)
@@ -242,6 +278,7 @@ def test_several_drives(tmp_path: Path) -> None:
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     tz.close(model)
     assert "is whole" in ckpt("verify", drives[0])
+    assert [one["path"] for one in listed(tmp_path)] == [str(drives[0])] == [listed(drives[1])[0]["path"]]
     ckpt("export", drives[0], tmp_path / "out.safetensors", "--tied", "copy")
     found = load_file(tmp_path / "out.safetensors")
     assert all(torch.equal(found[name], value) for name, value in plain.items())

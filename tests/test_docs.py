@@ -158,6 +158,29 @@ def test_the_optimizers_page(tmp_path: Path) -> None:
     tz.close(model)
 
 
+def test_the_trainers_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("lightning")
+    from trainers import Tokens
+    from trainers import build as llama
+    from transformers import LlamaForCausalLM, TrainingArguments
+
+    import tierzero as tz
+
+    monkeypatch.chdir(tmp_path)
+    trainer, lightning = (
+        block.replace("/mnt/nvme0/tz", str(tmp_path / f"store{index}")).replace("max_steps=20", "max_steps=2")
+        for index, block in enumerate(code_blocks(ROOT / "docs" / "integrations.md"))
+    )
+    names: dict[str, Any] = {"tz": tz, "TrainingArguments": TrainingArguments, "model": llama(), "dataset": Tokens()}
+    exec(trainer, names)
+    assert LlamaForCausalLM.from_pretrained("runs/mine/model")
+    loader = torch.utils.data.DataLoader([(x, y) for x, y in zip(*batches()[0], strict=True)], batch_size=2)
+    exec(lightning, {"tz": tz, "F": F, "net": build(), "loader": loader})
+    assert (tmp_path / "runs" / "mine" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "mine.ckpt" / "tierzero").is_dir()
+
+
 def test_the_planning_page() -> None:
     import tierzero as tz
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli_process import tierzero_here
 from trainers import MasterAdamW, Tokens, assert_same_weights, build, tiers
 
 import tierzero as tz
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, TierzeroError
 
 pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -88,6 +91,11 @@ def test_autocast(tmp_path: Path) -> None:
     compare(tmp_path, bf16=True)
 
 
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    compare(tmp_path, load_best_model_at_end=True, save_total_limit=1, learning_rate=5e-2, **every)
+
+
 def lora() -> Any:
     peft = pytest.importorskip("peft")
     model = build()
@@ -148,6 +156,29 @@ def test_ten_and_ten_steps_are_twenty(tmp_path: Path, dtype: torch.dtype) -> Non
     assert_same_weights(resumed.model, whole.model)
     tz.close(resumed.model)
     tz.close(whole.model)
+    listed = json.loads(tierzero_here("ckpt", "ls", str(tmp_path / "a"), "--json").stdout)
+    assert [(one["name"], one["step"]) for one in listed] == [
+        ("checkpoint-10/tierzero", 10),
+        ("checkpoint-20/tierzero", 20),
+    ]
+
+
+def test_resuming_from_the_last_whole_one(tmp_path: Path) -> None:
+    """And from what Trainer without tiers has saved."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    whole = train(Trainer, build(), arguments(tmp_path / "plain", **options))
+    args = arguments(tmp_path / "out", **options)
+    first = train(TierzeroTrainer, build(), args, tiers=tiers(tmp_path / "one"))
+    tz.close(first.model)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    os.rename(tmp_path / "out" / "checkpoint-6" / "tierzero", tmp_path / "gone")  # as a crash leaves it
+    with pytest.raises(TierzeroError, match="was not saved whole"):
+        train(TierzeroTrainer, build(), args, str(tmp_path / "out" / "checkpoint-6"), tiers=tiers(tmp_path / "two"))
+    for start in (True, str(tmp_path / "plain" / "checkpoint-4")):
+        again = train(TierzeroTrainer, build(), args, start, tiers=tiers(tmp_path / str(start is True)))
+        assert history(again) == history(whole)
+        assert_same_weights(again.model, whole.model)
+        tz.close(again.model)
 
 
 def test_a_saved_model_loads_with_from_pretrained(tmp_path: Path) -> None:

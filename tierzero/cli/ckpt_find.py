@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tierzero import manifest as manifests
+from tierzero import members
 from tierzero.checkpoint import place
 from tierzero.checkpoint.index import INDEX
 from tierzero.cli.ckpt_entry import COMPLETE, Entry
@@ -23,10 +24,10 @@ def find(path: Path) -> list[Entry]:
     if not path.is_dir():
         raise ConfigError(f"{path} is {'a file' if path.exists() else 'not there'}: name the directory of a checkpoint")
     found = list(_below(path, path, _DEPTH))
-    known = {entry.path.resolve() for entry in found}
     for store in _stores_of_run(path):
-        if store.resolve() not in known:
-            found += snapshots_in(store)
+        found += snapshots_in(store)
+    # a store may be met in several of its directories
+    found = list({(entry.path.resolve(), entry.kind, entry.name): entry for entry in found}.values())
     if not found:
         raise ConfigError(
             f"{path} holds no checkpoint: name what tierzero.save wrote, a store with a snapshot, a run's directory, "
@@ -47,7 +48,7 @@ def _below(path: Path, base: Path, depth: int) -> Iterator[Entry]:
 
 def _at(path: Path, base: Path) -> Iterator[Entry]:
     """What `path` itself is, by its name below `base`."""
-    if os.path.lexists(path / manifests.NAME):
+    if any(os.path.lexists(path / name) for name in (manifests.NAME, members.NAME)):
         yield from snapshots_in(path)
     elif (path / INDEX).is_file() or place.written_beside(path) is not None:
         entry = Portable(path)

@@ -19,7 +19,7 @@ from safetensors.torch import load as load_buffers
 from tierzero import manifest as manifests
 from tierzero import members
 from tierzero.borrowed import BorrowedFiles
-from tierzero.checkpoint.snapshot import BUFFERS
+from tierzero.checkpoint.snapshot import BUFFERS, OWN
 from tierzero.checksum import Sums, checksum, combine
 from tierzero.cli.ckpt_data import DataFile
 from tierzero.cli.ckpt_entry import DAMAGED, Entry, StoredTensor
@@ -49,8 +49,8 @@ class Stored(Entry):
         self.files = [os.path.join(one, file) for one, file in zip(directories, files, strict=True)]
         self.created = os.stat(home / manifests.NAME).st_mtime
         self.nbytes = sum(extent.nbytes for extent, _ in self.snapshot.records.values())
-        self.meta = {key: value for key, value in self.snapshot.meta.items() if key != "engine"}
-        self.engine: dict[str, Any] = self.snapshot.meta.get("engine", {})
+        self.meta = {key: value for key, value in self.snapshot.meta.items() if key != OWN}
+        self.engine: dict[str, Any] = self.snapshot.meta.get(OWN, {})
         self.facts = {"epoch": self.snapshot.epoch, "directories": self.directories}
         self.layouts: dict[str, UnitLayout] = {}
         try:
@@ -226,16 +226,16 @@ def _spec(name: str, shape: Sequence[int], dtype: str, trainable: bool) -> Param
 
 
 def snapshots_in(directory: Path) -> list[Stored]:
-    """The snapshots of the store whose manifest lies in `directory`, oldest first; none without one.
+    """The snapshots of the store that `directory` is, or is a member of, oldest first; none without a manifest.
 
     StoreError for a member that is missing, StoreCorruptError for a damaged manifest.
     """
-    found = manifests.load(str(directory))
-    if found is None:
-        return []
     own = members.read(str(directory))
+    if own is None and manifests.load(str(directory)) is None:
+        return []
     others = [] if own is None else [one for index, one in enumerate(own.directories) if index != own.index]
     directories, manifest = members.arrange([os.path.abspath(directory), *others])
-    assert manifest is not None
+    if manifest is None:
+        return []
     ordered = sorted(manifest.snapshots.values(), key=lambda one: one.epoch)
     return [Stored(directories, manifest, one.name) for one in ordered]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tierzero as tz
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, TierzeroError
 from tierzero.optim.base import TieredOptimizer
 from tierzero.optim.clip import place_of
 
@@ -48,6 +48,7 @@ class TierzeroTrainer(Trainer):
 
     def __init__(self, *args: Any, tiers: tz.Tiers | None = None, micro_batches: int = 1, **kwargs: Any) -> None:
         self.tiers = tiers
+        self.saving: tz.Saving | None = None
         super().__init__(*args, **kwargs)
         if tiers is not None:
             compute = str(self.args.device) if tiers.compute == "auto" else tiers.compute
@@ -110,7 +111,10 @@ class TierzeroTrainer(Trainer):
             there = sort_checkpoints(str(self.args.output_dir))
             whole = [path for path in there if os.path.isdir(os.path.join(path, _STATE))]
             resume_from_checkpoint = whole[-1] if whole else True
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        done = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.saving is not None:
+            self.saving.result()
+        return done
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The directory that Trainer writes, one tensor in memory at a time; of a PEFT model the adapter."""
@@ -122,10 +126,9 @@ class TierzeroTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         wait = self.args.save_total_limit is not None  # older checkpoints are removed next
-        states, meta = {"scheduler": self.lr_scheduler}, {"step": self.state.global_step}
-        tz.save(
-            self.model, os.path.join(output_dir, _STATE), self.tiered, states=states, meta=meta, random=False, wait=wait
-        )
+        options: dict[str, Any] = {"states": {"scheduler": self.lr_scheduler}, "meta": {"step": self.state.global_step}}
+        path = os.path.join(output_dir, _STATE)
+        self.saving = tz.save(self.model, path, self.tiered, **options, random=False, overwrite=True, wait=wait)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not os.path.isdir(os.path.join(resume_from_checkpoint, _STATE)):  # Trainer's own
@@ -133,7 +136,9 @@ class TierzeroTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         state = os.path.join(checkpoint or "", _STATE)
-        if checkpoint is None or not os.path.isdir(state):
+        if checkpoint is None or os.path.isfile(os.path.join(checkpoint, "optimizer.pt")):
             super()._load_optimizer_and_scheduler(checkpoint)
-        else:
+        elif os.path.isdir(state):
             tz.load(self.model, state, self.tiered, states={"scheduler": self.lr_scheduler}, random=False)
+        else:
+            raise TierzeroError(f"{checkpoint} was not saved whole: there is no {_STATE} in it. Use the one before it")
