@@ -30,6 +30,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/prefetch.py
 	$(BIN)/python benchmarks/tune.py
+	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/peers.py
 
 dev: $(VENV)/.dev-installed

@@ -29,7 +29,7 @@ import tierzero
 from tierzero.api import open_engine
 from tierzero.checkpoint.contents import Contents, gather
 from tierzero.checkpoint.data_file import Section, Writer, lay_out
-from tierzero.checkpoint.frozen import Frozen, freeze
+from tierzero.checkpoint.frozen import Frozen, freeze, in_order
 from tierzero.checkpoint.index import DATA, INDEX, METADATA, Index, to_bytes
 from tierzero.checkpoint.metadata import metadata_bytes
 from tierzero.checkpoint.place import Place, next_sequence, prune
@@ -93,7 +93,7 @@ def save(
     with engine.metrics.inside(SAVE, "save", f"save {path}"):
         place = Place(Path(os.path.abspath(path)), overwrite)
         try:
-            frozen = freeze(engine)
+            frozen = freeze(engine, gradients=gradients)
             try:
                 contents = gather(frozen, model, optimizer, states or {}, given, gradients=gradients)
                 if random:
@@ -232,11 +232,13 @@ class Saving:
         contents, index = self._contents, self.index
         first, index.objects, index.tensors = lay_out(0, contents.objects, contents.first)
         at = first.end
-        sections: dict[Any, Section] = {}
+        sections: dict[tuple[Any, bool], Section] = {}
         for unit, tensors in contents.units.items():
-            sections[unit], _, stored = lay_out(at, {}, tensors)
-            index.tensors.update(stored)
-            at = sections[unit].end
+            for in_host in (True, False):
+                mine = {key: one for key, one in tensors.items() if getattr(one, "in_host", False) == in_host}
+                sections[unit, in_host], _, stored = lay_out(at, {}, mine)
+                index.tensors.update(stored)
+                at = sections[unit, in_host].end
         self._place.check_space(at)
         io: Any = None
         path = self._place.path / DATA
@@ -254,8 +256,12 @@ class Saving:
                     await writer.finish()
                     assert self._free_to_go is not None
                     self._free_to_go.set()
-                    for unit in self._frozen:
-                        await writer.write(sections[unit])
+                    begun = []
+                    for unit in self._frozen:  # first what training waits for
+                        await writer.write(sections[unit, True])
+                        begun.append(unit)
+                    for unit in in_order(begun):
+                        await writer.write(sections[unit, False])
                         self._frozen.unit_done(unit)
                     await writer.finish()
                 finally:
