@@ -79,6 +79,35 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
     tz.close(names["model"])
 
 
+def test_the_portable_checkpoints_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved, loaded under another placement, and read by plain PyTorch as the page says."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict
+
+    import tierzero as tz
+
+    monkeypatch.chdir(tmp_path)
+    save, load, plainly = code_blocks(ROOT / "docs" / "checkpoint.md")[3:6]
+    names: dict[str, Any] = {"tz": tz, "dcp": dcp}
+    names |= {name: getattr(state_dict, name) for name in dir(state_dict) if name.endswith("_state_dict")}
+    values = {}
+    for source, tiers in ((save, tz.Tiers(nvme=tmp_path / "store", host="1GiB")), (load, tz.Tiers(host="1GiB"))):
+        model = tz.offload(build(), tiers)
+        opt = tz.AdamW(model.parameters(), lr=2e-5)
+        if source is save:
+            F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+            opt.step()
+        names |= {"model": model, "opt": opt, "sched": torch.optim.lr_scheduler.ConstantLR(opt)}
+        exec(source, names)
+        values[source] = {name: value.clone() for name, value in model.state_dict().items()}
+        tz.close(model)
+    assert names["meta"] == {"step": 1000}
+    plain = build()
+    exec(plainly, {**names, "plain": plain, "optimizer": torch.optim.AdamW(plain.parameters())})
+    for found in (values[load], plain.state_dict()):
+        assert all(torch.equal(value, values[save][name]) for name, value in found.items())
+
+
 def test_the_weights_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded, initialised, exported and read again as the page says."""
     import json

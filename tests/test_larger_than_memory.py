@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from tierzero.cgroup import groups
 
 MIB = 1 << 20
-GROUP_LIMIT = 400 * MIB
-DATA_LIMIT = 640 * MIB
+GROUP_LIMIT = 512 * MIB
+DATA_LIMIT = 768 * MIB
 NAMES = (("memory.limit_in_bytes", "memory.max_usage_in_bytes"), ("memory.max", "memory.peak"))
 
 

@@ -106,6 +106,11 @@ def recipe_of(param: nn.Parameter) -> Recipe | None:
     return found if isinstance(found, Recipe) and (found.ops or found.start is not None) else None
 
 
+def forget(param: nn.Parameter) -> None:
+    """Drop what is noted of a parameter."""
+    param.__dict__.pop(_NAME, None)
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()

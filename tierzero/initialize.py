@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierzero.deferred import recipe_of
+from tierzero.deferred import forget, recipe_of
 from tierzero.errors import TierzeroError
 from tierzero.parts import unit_of
 from tierzero.unit import Unit
@@ -149,6 +149,8 @@ def _play_back(rest: list[nn.Parameter]) -> bool:
                 recipe = recipe_of(param)
                 assert recipe is not None
                 unit.at_rest(unit.write_param(index, recipe.make()), changes=True)
+                forget(param)
+                forget(unit.live[index])
     finally:
         torch.set_rng_state(state)
     return True

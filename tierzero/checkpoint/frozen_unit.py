@@ -62,14 +62,28 @@ class HeldSpans:
         await self.borrowed.read(offset, out)
 
 
+class Unread:
+    """What nobody has read yet of `count` elements."""
+
+    def __init__(self, count: int) -> None:
+        self._left = [(0, count)]
+
+    def over(self, first: int, count: int) -> bool:
+        """Elements [first, first + count) have been read, in any order; whether nothing is left."""
+        last, left = first + count, self._left
+        pieces = [piece for low, high in left for piece in ((low, min(high, first)), (max(low, last), high))]
+        self._left = [(low, high) for low, high in pieces if low < high]
+        return not self._left
+
+
 @dataclass(frozen=True)
 class Source:
     """One tensor of the frozen moment.
 
     name: of the parameter that it belongs to. part: "param", "grad", "master", "exp_avg", "exp_avg_sq",
     "max_exp_avg_sq", or whatever a wrapped optimizer calls it. States of AdamW are float32 whatever they are kept in.
-    in_host: training waits until it has been read, so it is best read first, and from its beginning on. When all that
-    the unit has in host memory has been read, it can be read no more.
+    in_host: training waits until it has been read, so it is best read first. When all that the unit has in host memory
+    has been read, it can be read no more.
     """
 
     unit: FrozenUnit
@@ -124,10 +138,10 @@ class FrozenUnit:
         self._error: BaseException | None = None
         found = [one for index in range(len(unit.rest)) for one in self._sources(index)]
         self.sources = [Source(self, *one, self._lies_in_host(one[0], one[2])) for one in found]
-        self._unread: dict[bool, dict[tuple[int, str], int]] = {False: {}, True: {}}  # elements, of gradients or not
+        self._unread: dict[bool, dict[tuple[int, str], Unread]] = {False: {}, True: {}}  # of gradients or not
         for one in self.sources:
             if one.in_host and one.numel:
-                self._unread[one.part == "grad"][one.index, one.part] = one.numel
+                self._unread[one.part == "grad"][one.index, one.part] = Unread(one.numel)
 
     def _sources(self, index: int) -> Iterator[tuple[int, str, str, tuple[int, ...], torch.dtype]]:
         unit = self.unit
@@ -240,13 +254,10 @@ class FrozenUnit:
         return self.gate.holds_gradients if source.part == "grad" else self.gate.holds(None)
 
     def _has_read(self, source: Source, first: int, count: int) -> None:
-        """Let training go on as soon as all that it could change has been read, each tensor from its beginning on."""
+        """Let training go on as soon as all that it could change has been read."""
         gradients, key = source.part == "grad", (source.index, source.part)
         unread = self._unread[gradients]
-        if source.numel - unread.get(key, 0) != first:
-            return
-        unread[key] = source.numel - first - count
-        if not unread[key]:
+        if key in unread and unread[key].over(first, count):
             del unread[key]
         if not unread:
             if gradients:
