@@ -26,14 +26,14 @@ class LiveParameter(nn.Parameter):
 
     __slots__ = ("exposed", "param_name")
     param_name: str
-    exposed: bool  # somebody has had its `.data`
+    exposed: set[str]  # the names of those in its unit whose `.data` somebody has had
 
     @property
     def data(self) -> torch.Tensor:
         """As torch's; see Note [changed values]. Assigning a tensor of the same kind copies its values; others are
         refused.
         """
-        self.exposed = True
+        self.exposed.add(self.param_name)
         value: torch.Tensor = super().data
         return value
 
@@ -111,7 +111,7 @@ def live_parameter(
     first = offset // param.element_size() if param.numel() else 0
     view.set_(storage, first, param.shape, _strides(param.shape))
     live = LiveParameter(view, requires_grad=param.requires_grad)
-    live.param_name, live.exposed = name, False
+    live.param_name, live.exposed = name, set()
     return live
 
 
@@ -121,17 +121,28 @@ class Values:
     def __init__(self, live: list[LiveParameter]) -> None:
         self.live = live
         self._versions: list[int] = []
+        self._exposed: set[str] = set()
 
     def at_rest(self) -> None:
         """The bytes in the tiers are those of the live parameters."""
         self._versions = [live._version for live in self.live]
-        for live in self.live:
-            live.exposed = False
+        self._exposed.clear()
 
     def changed(self) -> list[int]:
         """The positions of those that have changed since, or may have."""
-        both = zip(self.live, self._versions, strict=False)  # none before the first use
-        return [index for index, (live, version) in enumerate(both) if live.exposed or live._version != version]
+        now = [live._version for live in self.live]
+        if not self._versions or (now == self._versions and not self._exposed):
+            return []
+        return [
+            index
+            for index, live in enumerate(self.live)
+            if now[index] != self._versions[index] or live.param_name in self._exposed
+        ]
+
+    def add(self, live: LiveParameter) -> None:
+        """Watch one more."""
+        live.exposed = self._exposed
+        self.live.append(live)
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

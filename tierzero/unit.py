@@ -120,7 +120,7 @@ class Unit:
             )
             for form in (live, rest):
                 form.__dict__.update(param.__dict__)
-            self.live.append(live)
+            self.values.add(live)
             self.rest.append(rest)
         storage.resize_(0)
         grads = self.grad_block.tensor if self.grad_block is not None else torch.empty(0, dtype=torch.uint8)
