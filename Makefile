@@ -31,6 +31,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/prefetch.py
 	-$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tune.py
+	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/peers.py
 
 dev: $(VENV)/.dev-installed

@@ -1,4 +1,4 @@
-"""A model larger than the memory it may use: built without values, loaded, trained, committed, resumed, exported.
+"""A model larger than the memory it may use: built without values, loaded, trained, saved, resumed, exported.
 
     python tests/larger_than_memory.py FOLDER LIMIT [--share 4.0] [--group DIRECTORY | --rlimit]
 
@@ -69,8 +69,8 @@ def write_base(folder: Path, layers: int) -> None:
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     base = {
-        "up.weight": torch.randn(4 * WIDTH, WIDTH, generator=generator, dtype=torch.bfloat16) * 0.02,
-        "down.weight": torch.randn(WIDTH, 4 * WIDTH, generator=generator, dtype=torch.bfloat16) * 0.02,
+        "up.weight": torch.randn(4 * WIDTH, WIDTH, generator=generator, dtype=torch.bfloat16) * 0.01,
+        "down.weight": torch.randn(WIDTH, 4 * WIDTH, generator=generator, dtype=torch.bfloat16) * 0.001,
     }
     placed = {}
     for index in range(layers):
@@ -101,19 +101,18 @@ def use(folder: Path, layers: int, *, in_place: bool) -> dict[str, Any]:
     import torch
 
     import tierzero as tz
-    from tierzero.checkpoint.weights import load_weights
     from tierzero.cli.memory import resident_peak
 
     torch.set_num_threads(1)
 
-    def offloaded(**options: Any) -> nn.Module:
+    def offloaded(store: str) -> nn.Module:
         with tz.parameters_on_meta():
             model = build(layers)
-        tiers = tz.Tiers(nvme=folder / "store", host="40MiB", device="40MiB", compute="cpu")
-        return tz.offload(model, tiers, **options)
+        tiers = tz.Tiers(nvme=folder / store, host="40MiB", device="40MiB", compute="cpu")
+        return tz.offload(model, tiers)
 
-    model = offloaded()
-    load_weights(model, folder / "base", in_place=in_place)
+    model = offloaded("store")
+    tz.load(model, folder / "base", in_place=in_place)
     opt = tz.AdamW([p for p in model.parameters() if p.requires_grad], **HYPER)
     losses = []
     for step in range(STEPS):
@@ -122,13 +121,13 @@ def use(folder: Path, layers: int, *, in_place: bool) -> dict[str, Any]:
         opt.step()
         opt.zero_grad()
         losses.append(float(loss.detach()))
-    tz.commit(model, opt, "trained", {"step": STEPS})
+    tz.save(model, folder / "saved", opt, meta={"step": STEPS}, wait=True)
     stats = tz.stats(model)
     tz.close(model)
     del model, opt
-    model = offloaded(resume=True)
+    model = offloaded("again")
     opt = tz.AdamW([p for p in model.parameters() if p.requires_grad], **HYPER)
-    step = tz.restore(model, opt)["step"]
+    step = tz.load(model, folder / "saved", opt, verify=False)["step"]
     loss = loss_of(model, step)
     loss.backward()
     opt.step()

@@ -22,6 +22,7 @@ SMALL = {
     "prefetch": ["--blocks", "3", "--steps", "3"],
     "tune waiting": ["--kind", "waiting", "--blocks", "4", "--rounds", "1", "--fetch", "1.5"],
     "tune decoder": ["--kind", "decoder", "--layers", "2", "--rounds", "1"],
+    "save": ["--blocks", "1", "--layers", "1", "--rounds", "1", "--steps", "1"],
     "peers": ["--rounds", "1", "--steps", "1"],
 }
 

@@ -46,7 +46,7 @@ def test_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             opt.zero_grad()
     from safetensors.torch import load_file
 
-    exported = load_file(tmp_path / "model.safetensors")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == plain.state_dict().keys()
     assert all(torch.equal(value, exported[name]) for name, value in plain.state_dict().items())
 
@@ -55,7 +55,7 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
     import tierzero as tz
 
     monkeypatch.chdir(tmp_path)
-    snapshot, resume, rollback, export = (
+    snapshot, resume, rollback, *_ = (
         block.replace("/mnt/nvme0/tz", str(tmp_path / "store"))
         for block in code_blocks(ROOT / "docs" / "checkpoint.md")
     )
@@ -75,11 +75,73 @@ def test_the_snapshots_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytes
     names["sched"] = torch.optim.lr_scheduler.ConstantLR(names["opt"])
     exec(rollback, names)
     assert names["meta"]["step"] == 1000
-    plain = build()
-    import safetensors.torch
+    assert all(torch.equal(value.clone(), values[name]) for name, value in names["model"].state_dict().items())
+    tz.close(names["model"])
 
-    exec(export, {**names, "safetensors": safetensors, "plain": plain})
-    assert all(torch.equal(value, values[name]) for name, value in plain.state_dict().items())
+
+def test_the_portable_checkpoints_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved, loaded under another placement, and read by plain PyTorch as the page says."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict
+
+    import tierzero as tz
+
+    monkeypatch.chdir(tmp_path)
+    save, load, plainly = code_blocks(ROOT / "docs" / "checkpoint.md")[3:6]
+    names: dict[str, Any] = {"tz": tz, "dcp": dcp}
+    names |= {name: getattr(state_dict, name) for name in dir(state_dict) if name.endswith("_state_dict")}
+    values = {}
+    for source, tiers in ((save, tz.Tiers(nvme=tmp_path / "store", host="1GiB")), (load, tz.Tiers(host="1GiB"))):
+        model = tz.offload(build(), tiers)
+        opt = tz.AdamW(model.parameters(), lr=2e-5)
+        if source is save:
+            F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+            opt.step()
+        names |= {"model": model, "opt": opt, "sched": torch.optim.lr_scheduler.ConstantLR(opt)}
+        exec(source, names)
+        values[source] = {name: value.clone() for name, value in model.state_dict().items()}
+        tz.close(model)
+    assert names["meta"] == {"step": 1000}
+    plain = build()
+    exec(plainly, {**names, "plain": plain, "optimizer": torch.optim.AdamW(plain.parameters())})
+    for found in (values[load], plain.state_dict()):
+        assert all(torch.equal(value, values[save][name]) for name, value in found.items())
+
+
+def test_the_weights_of_the_checkpoint_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded, initialised, exported and read again as the page says."""
+    import json
+
+    from safetensors.torch import load_file
+
+    import tierzero as tz
+
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    blocks = [
+        block.replace("/mnt/nvme0/tz", str(tmp_path / "store"))
+        for block in code_blocks(ROOT / "docs" / "checkpoint.md")
+    ]
+    load, initialise, export, plainly = blocks[-4:]
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=True)
+    names: dict[str, Any] = {"tz": tz, "torch": torch, "config": config, "json": json, "load_file": load_file}
+    names |= {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "LlamaForCausalLM")}
+    plain = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    plain.save_pretrained("weights")
+    exec(load, names)
+    exec(export.replace("5GB", "300"), names)
+    fresh = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    exec(plainly, {**names, "plain": fresh})
+    for model in (fresh, names["again"]):
+        assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    tz.close(names["model"])
+    names["tiers"] = tz.Tiers(nvme=tmp_path / "other", host="64MiB")
+    exec(initialise, names)
+    torch.manual_seed(0)
+    built = transformers.LlamaForCausalLM(config)
+    pairs = zip(names["model"].parameters(), built.parameters(), strict=True)
+    assert all(torch.equal(a.clone(), b) for a, b in pairs)
     tz.close(names["model"])
 
 

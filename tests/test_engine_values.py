@@ -249,7 +249,7 @@ def test_safetensors_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
         assert same(loss_of(fresh, ids), loss_of(run.model, ids))
         other = make(models.Tied, dtype, seed=5)
         with tiered(other, tiers_for(other, "mixed", tmp_path / "other")):
-            tz.load_weights(other, path)
+            tz.load(other, path)
             assert same(loss_of(other, ids), loss_of(fresh, ids))
 
 

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from frozen import Reader, assert_let_go, contents_of, differing, read_unit
+from hypothesis import given
+from hypothesis import strategies as st
 from models import Net
-from oracle import Tiered, batches, loss_of, make, tiered, tiers_for, train_both
+from oracle import Tiered, batches, loss_of, make, same, tiered, tiers_for, train_both
 from pairs import backward_both, pair
+from test_overlap import tiers_of
 from test_unchanged import Drive
 
 import tierzero as tz
 from tierzero.checkpoint.frozen import Frozen, freeze
+from tierzero.checkpoint.frozen_unit import Unread
 from tierzero.tiers.faulty import Fault, FaultyFile
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
@@ -106,6 +110,52 @@ def test_what_is_dropped_holds_nothing(placement: str, tmp_path: Path) -> None:
             again.unit_done(one)
         again.release()
         train_both([("", run)], plain, 2)
+
+
+def test_a_gate_opens_when_all_it_protects_has_been_read(tmp_path: Path) -> None:
+    """Parameters in host memory, states on the drive: training waits for the first alone."""
+    model = make(Net, torch.bfloat16)
+    with tiered(model, tiers_of(model, "cached", tmp_path)) as run:
+        loss_of(model, next(batches(1))).backward()
+        tz.synchronize(model)
+        before = contents_of(run)
+        frozen = freeze(run.engine)
+        for one in frozen:
+            host = [source for source in one.sources if source.in_host]
+            assert {source.part for source in host} == {"param", "grad"}
+            for source in host:
+                half = torch.empty(source.numel // 2, dtype=source.dtype)
+                rest = torch.empty(source.numel - half.numel(), dtype=source.dtype)
+                for _ in range(3):
+                    assert one.gate.holds(None) or source.part == "grad"
+                    run.engine.run(source.read(half.numel(), rest))
+                run.engine.run(source.read(0, half))
+                assert same(torch.cat([half, rest]).view(source.shape), before[source.name, source.part])
+            assert not one.in_host
+            with pytest.raises(tz.TierzeroError, match="too late"):
+                run.engine.run(host[0].read(0, torch.empty(1, dtype=host[0].dtype)))
+        run.step()
+        run.zero_grad()
+        loss_of(model, next(batches(1))).backward()
+        assert tz.stats(model)["stall_save_s"] == 0
+        for one in frozen.units:
+            for source in one.sources:
+                if not source.in_host:
+                    found = torch.empty(source.numel, dtype=source.dtype)
+                    run.engine.run(source.read(0, found))
+                    assert same(found.view(source.shape), before[source.name, source.part])
+        frozen.release()
+        tz.synchronize(model)
+        assert_let_go(run.engine)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=12), st.integers(1, 20))
+def test_unread(reads: list[tuple[int, int]], count: int) -> None:
+    """As a set of elements would tell."""
+    unread, left = Unread(count), set(range(count))
+    for first, length in reads:
+        left -= set(range(first, first + length))
+        assert unread.over(first, length) == (not left)
 
 
 @PLACES

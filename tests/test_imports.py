@@ -63,7 +63,7 @@ ROWS = [
         "store",
     },
     {"paged", "grads", "records", "generic", "share", "live", "pins", "gate", "states", "replaced", "meta"},
-    {"borrowed"},
+    {"borrowed", "deferred"},
     {"unit", "partition", "placement", "rows"},
     {"parts"},
     {"fit", "unit_sizes"},

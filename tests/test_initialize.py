@@ -120,3 +120,77 @@ def test_without_a_way_to_initialise(tmp_path: Path) -> None:
         tz.initialize(model, lambda module: module.weight.fill_(1) if isinstance(module, Bare) else None)
     with pytest.raises(tz.TierzeroError, match="not an offloaded model"):
         tz.initialize(models.Net())
+
+
+class Odd(nn.Module):
+    """Values from every corner of torch's initialisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(3, 4))
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.plain = nn.Linear(4, 4)
+        self.embed = nn.Embedding(7, 4, padding_idx=2)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.recurrent = nn.LSTM(4, 3)
+        self.conv = nn.Conv1d(4, 2, 3)
+        self.norm = nn.BatchNorm1d(4)
+        shared = nn.Parameter(torch.empty(2, 2))
+        self.one, self.two = nn.Module(), nn.Module()
+        self.one.weight = self.two.weight = shared
+        nn.init.normal_(shared, std=3.0)
+        nn.init.orthogonal_(self.plain.weight)
+        nn.init.trunc_normal_(self.conv.weight, std=0.1)
+        self.plain.bias.data.uniform_(1, 2)
+        with torch.no_grad():
+            self.conv.bias[0] = 5.0
+            self.conv.bias.mul_(2)
+            self.recurrent.weight_ih_l0[:3].zero_()
+            self.embed.weight[1].normal_()
+            self.plain.weight.copy_(self.plain.weight / self.plain.weight.norm() + self.embed.weight[:4])
+            self.embed.weight[self.embed.weight > 1] = 0.25
+            self.token.copy_(torch.arange(12.0).view(3, 4) * torch.rand(1))
+        self.register_buffer("table", torch.rand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deferred(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Built deferred under a seed, the model has the plain model's values, ties and buffers."""
+
+    def build() -> Any:
+        return nn.Sequential(Odd(), nn.Linear(4, 300)).to(dtype)
+
+    torch.manual_seed(6)
+    plain = build()
+    after = torch.rand(1)
+    torch.manual_seed(6)
+    with tz.deferred_init():
+        model = build()
+    assert torch.equal(torch.rand(1), after)
+    assert model[0].one.weight is model[0].two.weight
+    with tiered(model, tiers_for(model, "nvme", tmp_path)):
+        before = torch.get_rng_state()
+        tz.initialize(model)
+        assert torch.equal(before, torch.get_rng_state())
+        named = dict(plain.named_parameters())
+        assert named.keys() == dict(model.named_parameters()).keys()
+        for name, param in model.named_parameters():
+            assert same(param.read(), named[name]), name
+        assert all(same(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+def test_deferred_refuses_what_it_cannot_repeat() -> None:
+    class Computed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            with torch.no_grad():
+                self.weight.copy_(self.weight.double() * 2)
+
+    with (
+        pytest.raises(tz.TierzeroError, match="copy_ gives a parameter values from a tensor on the meta"),
+        tz.deferred_init(),
+    ):
+        Computed()

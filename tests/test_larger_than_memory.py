@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors.torch import load_file
 from tierzero.cgroup import groups
 
 MIB = 1 << 20
-GROUP_LIMIT = 448 * MIB
+GROUP_LIMIT = 400 * MIB
 DATA_LIMIT = 640 * MIB
 NAMES = (("memory.limit_in_bytes", "memory.max_usage_in_bytes"), ("memory.max", "memory.peak"))
 
@@ -53,10 +52,9 @@ def limited(limit: int) -> Iterator[tuple[Path, Path] | None]:
 
 
 def test_four_times_the_limit(tmp_path: Path) -> None:
-    """Built on meta, loaded, trained, committed, resumed, exported under the limit; outside it the export loads
+    """Built on meta, loaded, trained, saved, resumed, exported under the limit; outside it the export loads
     strictly into the plain model, and is what the plain loop gives, to the bit.
     """
-    began = time.monotonic()
     with limited(GROUP_LIMIT) as group:
         limit = DATA_LIMIT if group is None else GROUP_LIMIT
         layers = script.layers_for(limit, 4.0)
@@ -66,7 +64,6 @@ def test_four_times_the_limit(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         found: dict[str, Any] = json.loads(done.stdout)
-        print(found, group and int(group[1].read_text()), time.monotonic() - began)
         assert found["parameter_bytes"] >= 4 * limit
         if group is not None and group[1].exists():
             assert int(group[1].read_text()) <= limit

@@ -158,7 +158,7 @@ def test_peft(in_place: bool, tmp_path: Path) -> None:
             trained = sum(p.numel() for p in plain.model.parameters() if p.requires_grad)
             assert before < 64 << 10
             assert tz.stats(model)["nvme_written_expected"] - before < 100 * (trained + 4096 * 14)
-            tz.commit(model, optimizer, "a")
+            tz.snapshot(model, optimizer, "a")
     finally:
         tz.close(model)
 
@@ -180,3 +180,22 @@ def test_initial_values(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
         assert all(same(value, buffers[name]) for name, value in model.named_buffers())
         ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(2))
         assert same(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deferred_values(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Those of the plain model, built under the same seed; the generator goes on in the same place."""
+    cls = getattr(transformers, KINDS[kind])
+    torch.manual_seed(4)
+    plain = cls._from_config(CONFIGS[kind](), dtype=dtype).train()
+    after = torch.get_rng_state()
+    torch.manual_seed(4)
+    with tz.deferred_init():
+        model = cls._from_config(CONFIGS[kind](), dtype=dtype).train()
+    assert torch.equal(after, torch.get_rng_state())
+    assert all(param.is_meta for param in model.parameters())
+    with tiered(model, tiers_for(model, "nvme", tmp_path)):
+        tz.initialize(model)
+        assert all(same(a.read(), b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        buffers = dict(plain.named_buffers())
+        assert all(same(value, buffers[name]) for name, value in model.named_buffers())

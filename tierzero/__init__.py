@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tierzero.checkpoint.load import load as load
     from tierzero.checkpoint.save import Saving as Saving
     from tierzero.checkpoint.save import save as save
-    from tierzero.checkpoint.weights import load_weights as load_weights
+    from tierzero.deferred import deferred_init as deferred_init
     from tierzero.initialize import initialize as initialize
     from tierzero.meta import parameters_on_meta as parameters_on_meta
     from tierzero.observe import serve_metrics as serve_metrics
@@ -41,7 +41,7 @@ _HOMES = {
     "tierzero.checkpoint.export": "export",
     "tierzero.checkpoint.load": "load",
     "tierzero.checkpoint.save": "Saving save",
-    "tierzero.checkpoint.weights": "load_weights",
+    "tierzero.deferred": "deferred_init",
     "tierzero.initialize": "initialize",
     "tierzero.meta": "parameters_on_meta",
     "tierzero.optim.adamw": "AdamW",

@@ -22,7 +22,7 @@ from tierzero.store import Store
 from tierzero.tiers.readonly import ReadOnlyFile, open_same
 
 log = logging.getLogger("tierzero")
-_PART = 8 << 20  # bytes copied at a time
+_PART = 4 << 20  # bytes copied at a time
 
 
 @dataclass(frozen=True)

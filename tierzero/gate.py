@@ -46,6 +46,11 @@ class Gate:
         self.wanted |= not self._gradients.is_set()
         await self._gradients.wait()
 
+    def open_gradients(self) -> None:
+        """Let the gradients change from here on."""
+        self._gradients.set()
+        self.wanted &= not self._records.is_set()
+
     def open(self, *, gradients: bool = True) -> None:
         """Let the records change from here on, and the gradients."""
         self._records.set()

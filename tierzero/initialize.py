@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierzero.deferred import recipe_of
 from tierzero.errors import TierzeroError
 from tierzero.parts import unit_of
 from tierzero.unit import Unit
@@ -83,8 +84,10 @@ class Drafts:
 def initialize(model: nn.Module, init: Init | None = None) -> None:
     """Give an offloaded meta model its initial values, unit by unit.
 
-    Without `init`: `reset_parameters()` of every module that has parameters of its own, in module order. Under the same
-    torch seed the values equal those of the plain model reset in the same order on the CPU.
+    Of a model that was built inside `deferred_init`, those that the plain model would have had.
+
+    Otherwise, without `init`: `reset_parameters()` of every module that has parameters of its own, in module order.
+    Under the same torch seed the values equal those of the plain model reset in the same order on the CPU.
 
     With `init`: it is called with every module, children before their parents, as `model.apply(init)` would, and may
     set the module's own parameters and those of its direct children. Under the same seed the values equal those of
@@ -98,6 +101,8 @@ def initialize(model: nn.Module, init: Init | None = None) -> None:
         raise TierzeroError(
             f"{type(model).__name__} is not an offloaded model; call tierzero.offload(model, tierzero.Tiers(...)) first"
         )
+    if init is None and _play_back(rest):
+        return
     if init is None:
         for name, module in model.named_modules():
             if module._parameters and not callable(getattr(module, "reset_parameters", None)) and _own(module):
@@ -130,6 +135,23 @@ def initialize(model: nn.Module, init: Init | None = None) -> None:
                 f"{'reset_parameters()' if init is None else getattr(init, '__qualname__', repr(init))}: initialise it "
                 "there, or load it with tierzero.load(model, path, strict=False)"
             )
+
+
+def _play_back(rest: list[nn.Parameter]) -> bool:
+    """Make the values that were deferred. False if some parameter without a value has none of those."""
+    blank = [(param, found) for param in rest if (found := unit_of(param)) is not None and found[1] in found[0].blank]
+    if not blank or any(recipe_of(param) is None for param, _ in blank):
+        return False
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            for param, (unit, index) in blank:
+                recipe = recipe_of(param)
+                assert recipe is not None
+                unit.at_rest(unit.write_param(index, recipe.make()), changes=True)
+    finally:
+        torch.set_rng_state(state)
+    return True
 
 
 def _own(module: nn.Module) -> bool:

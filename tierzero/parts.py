@@ -11,7 +11,7 @@ from tierzero.paged import Paged
 from tierzero.records import StateRecord
 from tierzero.unit import ParamSource, Unit
 
-PART = 8 << 20  # bytes of one part
+PART = 4 << 20  # bytes of one part
 
 
 def unit_of(tensor: torch.Tensor) -> tuple[Unit, int] | None:

@@ -107,9 +107,17 @@ class StateRecord:
                 out[low - first : last - first].copy_((await self.planes(start))[part][low - start : last - start])
             return
         data = out.view(torch.uint8)
+        reads = []
         for piece in self.pieces(part, first, first + out.numel()):
             at = 4 * (piece.elem - first)
-            await self.record.read(piece.offset, data[at : at + 4 * piece.count])
+            reads.append(self.record.read(piece.offset, data[at : at + 4 * piece.count]))
+        if len(reads) == 1 or not self.on_disk:
+            for read in reads:
+                await read
+        else:  # at once, and none goes on after an error
+            for error in await asyncio.gather(*reads, return_exceptions=True):
+                if error is not None:
+                    raise error
 
     async def write(self, part: int, first: int, data: torch.Tensor) -> None:
         """Write `data` (float32[n]) to elements [first, first + n) of `part`."""

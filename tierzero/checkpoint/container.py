@@ -10,6 +10,7 @@ them takes longer than writing to a fast drive. Checksums lie in the index inste
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import struct
@@ -53,7 +54,8 @@ class _Pickler(pickle.Pickler):
         return ("storage", obj.kind, "0", "cpu", obj.count) if isinstance(obj, _Bytes) else None
 
 
-def _description(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+@functools.lru_cache(256)
+def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """The pickle of a contiguous tensor, as torch makes it for this dtype."""
     rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
     storage, numel = arguments[0], 1
@@ -93,7 +95,7 @@ def frame(dtype: torch.dtype, shape: Sequence[int], start: int) -> tuple[bytes, 
     for size in shape:
         nbytes *= size
     small = [
-        ("data.pkl", _description(dtype, shape)),
+        ("data.pkl", _description(dtype, tuple(shape))),
         ("byteorder", sys.byteorder.encode()),
         ("version", b"3\n"),
         (".data/serialization_id", b"0" * 40),

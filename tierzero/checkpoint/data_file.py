@@ -4,14 +4,14 @@ Note [sections]
 All sizes are known before the first byte is read, so every item has its place in the file from the start. What is read
 together (a unit) is one section that begins at a whole page; sections may be written in any order. Items of 64 KiB or
 more have their elements at a whole page too, so that they are read from the drive straight into the buffer that is
-written.
+written. All that goes into one buffer is read at once, and some buffers are filled and written at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -21,12 +21,12 @@ from tierzero.checkpoint.boxes import boxes
 from tierzero.checkpoint.container import frame
 from tierzero.checkpoint.contents import Readable
 from tierzero.checkpoint.index import Piece, StoredObject, StoredTensor
-from tierzero.checksum import Sums, combine, to_hex
+from tierzero.checksum import Sums, checksum, combine, to_hex
 from tierzero.layout import PAGE, round_up
-from tierzero.tiers.base import BlockFile, aligned_empty
+from tierzero.tiers.base import BlockFile, aligned_empty, memory_of
 
 BUFFER = 4 << 20  # bytes
-BUFFERS = 4
+BUFFERS = 6
 MOST = 1 << 30  # bytes of a piece of a tensor, which is what stock readers hold in memory at a time
 
 
@@ -76,90 +76,126 @@ def lay_out(
     return section, kept, stored
 
 
+@dataclass
+class _Read:
+    """Bytes [done, done + nbytes) of a piece go to `to` of the buffer."""
+
+    item: Item
+    done: int
+    to: int
+    nbytes: int
+
+
+@dataclass
+class _Load:
+    """What one buffer is filled with, `used` bytes for byte `at` of the file."""
+
+    at: int
+    used: int = 0
+    copies: list[tuple[int, bytes | memoryview]] = field(default_factory=list)
+    reads: list[_Read] = field(default_factory=list)
+
+
+def loads(section: Section) -> Iterator[_Load]:
+    """The section cut into buffers. Elements begin at multiples of 64 bytes, as a buffer ends at one, so each holds
+    whole ones.
+    """
+    load = _Load(section.start)
+    for item in section.items:
+        size = item.piece.nbytes if item.piece is not None else 0
+        for part in (memoryview(item.head), size, memoryview(item.tail)):
+            length, done = part if isinstance(part, int) else len(part), 0
+            while done < length:
+                if load.used == BUFFER:
+                    yield load
+                    load = _Load(load.at + BUFFER)
+                count = min(length - done, BUFFER - load.used)
+                if isinstance(part, int):
+                    load.reads.append(_Read(item, done, load.used, count))
+                else:
+                    load.copies.append((load.used, part[done : done + count]))
+                load.used, done = load.used + count, done + count
+    if load.used:
+        yield load
+
+
 class Writer:
-    """Writes sections to `file`. Runs on one loop; `close` waits for what is under way."""
+    """Writes sections to `file`: some buffers are filled while others are written. Runs on one loop; whoever gives up
+    calls `abandon`.
+    """
 
     def __init__(self, file: BlockFile) -> None:
         self.file = file
-        self.written = 0
-        self._free = deque(aligned_empty(BUFFER) for _ in range(BUFFERS))
-        self._writing: deque[tuple[asyncio.Task[None], torch.Tensor]] = deque()
-        self._buffer: torch.Tensor | None = None
-        self._at = 0  # where the buffer goes
-        self._used = 0
+        self._free: list[torch.Tensor] = [aligned_empty(BUFFER) for _ in range(BUFFERS)]
+        self._filling: list[asyncio.Task[None]] = []
+        self._writing: set[asyncio.Task[None]] = set()
 
     async def write(self, section: Section) -> None:
-        """Read all items of the section and write them; the last writes may still be under way."""
-        self._at, self._used = section.start, 0
+        """Return when all items of the section have been read and their checksums are known; writes may still be under
+        way.
+        """
+        sums: dict[int, Sums] = {}
         for item in section.items:
-            await self._put(item.head)
             if item.stored is not None:
                 item.stored.sums = to_hex(await checksum_of(torch.frombuffer(bytearray(item.head), dtype=torch.uint8)))
-            if item.source is not None and item.piece is not None:
-                item.piece.sums = to_hex(await self._copy(item.source, item.piece))
-            await self._put(item.tail)
-        await self._flush()
+        for load in loads(section):
+            while not self._free:
+                await self._some()
+            self._filling.append(asyncio.ensure_future(self._fill(load, self._free.pop(), sums)))
+        while self._filling:
+            await self._some()
+        for item in section.items:
+            if item.piece is not None:
+                item.piece.sums = to_hex(sums.get(id(item.piece), (0, 0)))
 
-    async def _copy(self, source: Readable, piece: Piece) -> Sums:
-        """The elements of one piece, and their checksum."""
-        size, done = source.dtype.itemsize, 0
-        sums: Sums = (0, 0)
-        while done < piece.nbytes:
-            room = (await self._room())[: piece.nbytes - done]
-            await source.read(piece.first + done // size, room.view(source.dtype))
-            sums = combine(sums, await checksum_of(room, done // 4))
-            done += room.numel()
-            self._used += room.numel()
-            await asyncio.sleep(0)  # a source in memory does not let anybody else run
-        return sums
+    async def _fill(self, load: _Load, buffer: torch.Tensor, sums: dict[int, Sums]) -> None:
+        memory = memory_of(buffer)
+        for to, data in load.copies:
+            memory[to : to + len(data)] = data
+        end = round_up(load.used, PAGE)
+        buffer[load.used : end].zero_()
+        reads = [asyncio.ensure_future(_read(read, buffer)) for read in load.reads]
+        if reads:
+            await asyncio.wait(reads)
+            for error in [one.exception() for one in reads]:
+                if error is not None:
+                    raise error
+            for piece, found in await asyncio.to_thread(_sums, load.reads, buffer):
+                sums[piece] = combine(sums.get(piece, (0, 0)), found)
+        self._writing.add(asyncio.ensure_future(self._write(load.at, buffer, end)))
 
-    async def _put(self, data: bytes) -> None:
-        view, done = memoryview(bytearray(data)), 0
-        while done < len(data):
-            room = (await self._room())[: len(data) - done]
-            room.copy_(torch.frombuffer(view[done : done + room.numel()], dtype=torch.uint8))
-            done += room.numel()
-            self._used += room.numel()
+    async def _write(self, at: int, buffer: torch.Tensor, end: int) -> None:
+        await self.file.write(at, buffer[:end])
+        self._free.append(buffer)
 
-    async def _room(self) -> torch.Tensor:
-        """What is left of the buffer, at least a byte. Elements begin at multiples of 64 bytes, as the buffer ends at
-        one, so it holds whole ones.
-        """
-        if self._used == BUFFER:
-            await self._flush()
-        if self._buffer is None:
-            if not self._free:
-                await self._reap()
-            self._buffer = self._free.popleft()
-        return self._buffer[self._used :]
-
-    async def _flush(self) -> None:
-        if self._buffer is None:
-            return
-        buffer, self._buffer = self._buffer, None
-        end = round_up(self._used, PAGE)
-        buffer[self._used : end].zero_()
-        self._writing.append((asyncio.ensure_future(self.file.write(self._at, buffer[:end])), buffer))
-        self.written += end
-        self._at, self._used = self._at + end, 0
-
-    async def _reap(self) -> None:
-        task, buffer = self._writing.popleft()
-        try:
-            await task
-        finally:
-            self._free.append(buffer)
+    async def _some(self) -> None:
+        """Wait until something is over, and raise what it failed with."""
+        done, _ = await asyncio.wait([*self._filling, *self._writing], return_when=asyncio.FIRST_COMPLETED)
+        self._filling = [task for task in self._filling if task not in done]
+        self._writing -= done
+        for error in [task.exception() for task in done]:  # all are seen, the first is raised
+            if error is not None:
+                raise error
 
     async def finish(self) -> None:
         """Return when everything is written."""
         while self._writing:
-            await self._reap()
+            await self._some()
 
     async def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it."""
-        pending: Iterable[asyncio.Task[None]] = [task for task, _ in self._writing]
-        if pending:
-            await asyncio.wait(pending)
-            for task in pending:
-                _ = task.cancelled() or task.exception()  # seen
-        self._writing.clear()
+        while self._filling or self._writing:
+            with suppress(Exception):
+                await self._some()
+
+
+async def _read(read: _Read, buffer: torch.Tensor) -> None:
+    source, piece = read.item.source, read.item.piece
+    assert source is not None
+    assert piece is not None
+    out = buffer[read.to : read.to + read.nbytes].view(source.dtype)
+    await source.read(piece.first + read.done // source.dtype.itemsize, out)
+
+
+def _sums(reads: list[_Read], buffer: torch.Tensor) -> list[tuple[int, Sums]]:
+    return [(id(read.item.piece), checksum(buffer[read.to : read.to + read.nbytes], read.done // 4)) for read in reads]

@@ -4,7 +4,7 @@ Note [frozen]
 Nothing is copied. What lies in the store is held there: later versions go elsewhere. What lies in host memory is
 protected by a gate (see gate.py) until `unit_done`, and so is everything where the drive has no room for versions
 beside those that are held. An update that is queued when it begins comes first, and its results are what is read:
-beginning waits for no update, reading does.
+beginning waits for no update, reading does. A gate opens by itself when all that it protects has been read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Frozen:
     call `unit_done`. `release` ends it, at any time and from any thread; so does a `with` block, and dropping it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, gradients: bool = True) -> None:
         self.engine = engine
-        self.units = [FrozenUnit(unit) for unit in engine.units]
-        self._left = dict.fromkeys(reversed(self.units))  # backward changes the last ones first
+        self.units = [FrozenUnit(unit, gradients=gradients) for unit in engine.units]
+        self._left = self.units[::-1]  # backward changes the last ones first
         self._taking: set[asyncio.Task[None]] = set()
         self._closed_with = _weakly(self)
         engine.closing.append(self._closed_with)
@@ -51,12 +51,7 @@ class Frozen:
                 task.add_done_callback(self._taking.discard)
 
     def __iter__(self) -> Iterator[FrozenUnit]:
-        while self._left:
-            wanted = (one for one in self._left if one.gate.wanted)
-            in_host = (one for one in self._left if one.in_host)
-            chosen = next(wanted, None) or next(in_host, None) or next(iter(self._left))
-            del self._left[chosen]
-            yield chosen
+        yield from in_order(self._left)
 
     def unit_done(self, one: FrozenUnit) -> None:
         """Everything of this unit that is wanted has been read: training need not wait for it any more."""
@@ -74,9 +69,19 @@ class Frozen:
         self.release()
 
 
-def freeze(engine: Engine) -> Frozen:
-    """Hold the parameters, gradients and optimizer states of `engine` as they are now, queued updates included; no
-    guess is among them. Called by the thread that trains, outside forward, backward and `unsharded`.
+def in_order(left: list[FrozenUnit]) -> Iterator[FrozenUnit]:
+    """Take one after another out of `left`: those first that training waits for, then those it may wait for."""
+    while left:
+        wanted = (one for one in left if one.gate.wanted)
+        in_host = (one for one in left if one.in_host)
+        chosen = next(wanted, None) or next(in_host, None) or left[0]
+        left.remove(chosen)
+        yield chosen
+
+
+def freeze(engine: Engine, *, gradients: bool = True) -> Frozen:
+    """Hold the parameters, optimizer states and (with `gradients`) the gradients of `engine` as they are now, queued
+    updates included; no guess is among them. Called by the thread that trains, outside the model and `unsharded`.
 
     TierzeroError while another save goes on, and for parameters of a meta model that were never given values.
     """
@@ -93,7 +98,7 @@ def freeze(engine: Engine) -> Frozen:
             if view is not None:
                 unit.grad(index)  # one that somebody else made comes into the buffer
     keep_gated = engine.store is not None and not engine.room.beside()
-    frozen = Frozen(engine)
+    frozen = Frozen(engine, gradients=gradients)
     try:
         engine.loop.do(partial(frozen.begin, keep_gated))
     except BaseException:

@@ -62,12 +62,28 @@ class HeldSpans:
         await self.borrowed.read(offset, out)
 
 
+class Unread:
+    """What nobody has read yet of `count` elements."""
+
+    def __init__(self, count: int) -> None:
+        self._left = [(0, count)]
+
+    def over(self, first: int, count: int) -> bool:
+        """Elements [first, first + count) have been read, in any order; whether nothing is left."""
+        last, left = first + count, self._left
+        pieces = [piece for low, high in left for piece in ((low, min(high, first)), (max(low, last), high))]
+        self._left = [(low, high) for low, high in pieces if low < high]
+        return not self._left
+
+
 @dataclass(frozen=True)
 class Source:
     """One tensor of the frozen moment.
 
     name: of the parameter that it belongs to. part: "param", "grad", "master", "exp_avg", "exp_avg_sq",
     "max_exp_avg_sq", or whatever a wrapped optimizer calls it. States of AdamW are float32 whatever they are kept in.
+    in_host: training waits until it has been read, so it is best read first. When all that the unit has in host memory
+    has been read, it can be read no more.
     """
 
     unit: FrozenUnit
@@ -76,6 +92,7 @@ class Source:
     part: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    in_host: bool
 
     @property
     def numel(self) -> int:
@@ -97,28 +114,34 @@ class Source:
 
 
 class FrozenUnit:
-    """One unit: `sources` for all its tensors, each parameter's first. `steps`: each parameter's optimizer steps.
+    """One unit: `sources` for all its tensors. `steps`: each parameter's optimizer steps.
     `scales`: what waits to be multiplied into each gradient at the step (inverse loss scale, clip coefficient).
     `values`: what wrapped optimizers keep for each parameter besides tensors, by its index.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, *, gradients: bool) -> None:
         self.unit = unit
         self.name = unit.name
         self.steps = list(unit.steps)
         self.scales = list(zip(unit.unscaled, unit.coef, strict=True))
         self.values: dict[int, dict[str, Any]] = {}
-        self.gradients = [index for index, rest in enumerate(unit.rest) if rest.grad is not None]
+        self.gradients = [index for index, rest in enumerate(unit.rest) if gradients and rest.grad is not None]
         self.gate = Gate(unit.pending, gradients=bool(self.gradients))
         self.done = False
         self._extents: list[Extent] = []
+        self._keep_gated = False
         self._as_they_are = False  # some records lie elsewhere than in the store
         self._records: dict[str, Any] = {}
         self._state: StateRecord | None = None
         self._generic: GenericState | None = None
         self._taken = asyncio.Event()
         self._error: BaseException | None = None
-        self.sources = [Source(self, *one) for index in range(len(unit.rest)) for one in self._sources(index)]
+        found = [one for index in range(len(unit.rest)) for one in self._sources(index)]
+        self.sources = [Source(self, *one, self._lies_in_host(one[0], one[2])) for one in found]
+        self._unread: dict[bool, dict[tuple[int, str], Unread]] = {False: {}, True: {}}  # of gradients or not
+        for one in self.sources:
+            if one.in_host and one.numel:
+                self._unread[one.part == "grad"][one.index, one.part] = Unread(one.numel)
 
     def _sources(self, index: int) -> Iterator[tuple[int, str, str, tuple[int, ...], torch.dtype]]:
         unit = self.unit
@@ -143,6 +166,16 @@ class FrozenUnit:
         if index in self.gradients:
             yield index, name, "grad", shape, unit.rest[index].dtype
 
+    def _lies_in_host(self, index: int, part: str) -> bool:
+        unit, state = self.unit, self.unit.state
+        region = unit.layout.places[index].region
+        if part == "grad" or (part == "param" and region in unit.records):
+            return part == "grad" or isinstance(unit.records[region], HostRecord)
+        kept = unit.generic.kept.get(index) if unit.generic is not None else None
+        if _slot(kept, part) is not None:
+            return isinstance(unit.generic.record, HostRecord)
+        return state is not None and (isinstance(state.record, HostRecord) or state.params is not None)
+
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
     @property
@@ -164,6 +197,7 @@ class FrozenUnit:
             own = None if old.record is None else self._hold(old.record)
             kept = {index: Kept(one.made_by, one.master, dict(one.values)) for index, one in old.kept.items()}
             self._generic = GenericState(own, None, kept)
+        self._keep_gated = keep_gated
         if not keep_gated and not self._as_they_are:
             self.gate.open(gradients=False)
         self._taken.set()
@@ -213,9 +247,27 @@ class FrozenUnit:
         self._check(source)
         await self._read(source, first, out)
         self._check(source)
+        if source.in_host:
+            self._has_read(source, first, out.numel())
+
+    def _holds(self, source: Source) -> bool:
+        return self.gate.holds_gradients if source.part == "grad" else self.gate.holds(None)
+
+    def _has_read(self, source: Source, first: int, count: int) -> None:
+        """Let training go on as soon as all that it could change has been read."""
+        gradients, key = source.part == "grad", (source.index, source.part)
+        unread = self._unread[gradients]
+        if key in unread and unread[key].over(first, count):
+            del unread[key]
+        if not unread:
+            if gradients:
+                self.gate.open_gradients()
+            elif not self._keep_gated:
+                self.gate.open(gradients=False)
 
     def _check(self, source: Source) -> None:
-        if self.done:
+        over = source.in_host and source.numel > 0 and not self._unread[source.part == "grad"]
+        if self.done or (over and not self._holds(source)):
             raise TierzeroError(
                 f"{source.name} ({source.part}) was read too late: the save of it has been finished, given up, or cut "
                 "short by close()"

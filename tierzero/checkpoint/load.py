@@ -41,6 +41,8 @@ def load(
     states: Mapping[str, Any] | None = None,
     random: bool = True,
     verify: bool = True,
+    strict: bool = True,
+    in_place: bool = False,
 ) -> dict[str, Any]:
     """Put what `save` has written into the directory `path` back into an offloaded `model`, under whatever placement
     and budgets it has now; one tensor is in memory at a time. Returns the `meta` that was saved.
@@ -52,8 +54,9 @@ def load(
     load_state_dict().
 
     Everything is checked before anything is changed: names, shapes and dtypes against the model, and with `verify` all
-    bytes against their checksums, which reads them one more time. A path that holds no such checkpoint goes to
-    `load_weights`: safetensors, or what torch.distributed.checkpoint has written.
+    bytes against their checksums, which reads them one more time.
+    A path that holds no such checkpoint goes to `load_weights`, with `strict` and `in_place`: safetensors, or what
+    torch.distributed.checkpoint has written. Then {"missing": [...], "unexpected": [...]} is returned.
 
     Raises TierzeroError naming the first parameter, group or state that differs, StoreCorruptError naming the file and
     tensor that is damaged, FileNotFoundError if nothing is there. After an OSError in the middle the model holds part
@@ -67,8 +70,13 @@ def load(
                 f"{directory} is no checkpoint that tierzero.save has written, so it has no optimizer states to go on "
                 "from: load the weights alone, tierzero.load(model, path)"
             )
-        load_weights(model, path)
-        return {}
+        with engine.metrics.inside(SAVE, "save", f"load {path}"):
+            return load_weights(model, path, strict=strict, in_place=in_place)._asdict()
+    if in_place or not strict:
+        raise TierzeroError(
+            f"{directory} is a checkpoint that tierzero.save has written: it is loaded whole and copied, so leave "
+            "strict= and in_place= out"
+        )
     with engine.metrics.inside(SAVE, "save", f"load {path}"), Reader(directory) as reader, torch.no_grad():
         return Loading(engine, model, reader, optimizers_of(optimizer), dict(states or {})).run(random, verify)
 

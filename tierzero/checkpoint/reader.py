@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tierzero.checkpoint.container import frame
-from tierzero.checkpoint.index import DATA, Index, Piece, StoredTensor, read_index
+from tierzero.checkpoint.index import DATA, Index, Piece, read_index
 from tierzero.checksum import Sums, checksum, combine, to_hex
 from tierzero.errors import StoreCorruptError
 from tierzero.tiers.base import aligned_empty, memory_of, settle
 from tierzero.tiers.readonly import ReadOnlyFile
 
-BLOCK = 8 << 20  # bytes at a time
+BLOCK = 4 << 20  # bytes at a time
+_READERS = 3  # threads that verify
 
 
 class Reader:
@@ -59,45 +61,44 @@ class Reader:
 
     def verify(self) -> Iterator[tuple[str, int]]:
         """Compare everything with its checksum, in the order of the file; gives (key, bytes) of each thing that is
-        right. One block is read while another is summed.
+        right. Several are read at a time.
         """
         things: list[tuple[int, str, Any]] = [(one.start, key, one) for key, one in self.index.objects.items()]
         for key, stored in self.index.tensors.items():
             things += [(piece.start, key, (stored, piece)) for piece in stored.pieces]
-        with ThreadPoolExecutor(1) as ahead:
-            for _, key, one in sorted(things, key=lambda thing: thing[0]):
-                if isinstance(one, tuple):
-                    self._verify_piece(ahead, key, *one)
-                    yield key, one[1].nbytes
-                else:
-                    self.compare(key, one.sums, self._sums(ahead, key, one.start, one.length), one.start, one.length)
-                    yield key, one.length
+        things.sort(key=lambda thing: thing[0])
+        with ThreadPoolExecutor(_READERS) as pool:
+            coming: deque[tuple[str, int, Future[None]]] = deque()
+            try:
+                for _, key, one in things:
+                    nbytes = one[1].nbytes if isinstance(one, tuple) else one.length
+                    coming.append((key, nbytes, pool.submit(self._verify, key, one)))
+                    if len(coming) > 2 * _READERS:
+                        yield _right(*coming.popleft())
+                while coming:
+                    yield _right(*coming.popleft())
+            finally:
+                for _, _, future in coming:
+                    future.cancel()
 
-    def _verify_piece(self, ahead: ThreadPoolExecutor, key: str, stored: StoredTensor, piece: Piece) -> None:
+    def _verify(self, key: str, one: Any) -> None:
+        if not isinstance(one, tuple):
+            self.compare(key, one.sums, self._sums(key, one.start, one.length), one.start, one.length)
+            return
+        stored, piece = one
         head, tail = frame(stored.dtype, piece.sizes, piece.start)
         for at, expected in ((piece.start, head), (piece.at + piece.nbytes, tail)):
             raw = torch.empty(len(expected), dtype=torch.uint8)
             self.fill(at, raw, key)
             if bytes(memory_of(raw)) != expected:
                 raise self._changed(key, at, len(expected))
-        self.compare(key, piece.sums, self._sums(ahead, key, piece.at, piece.nbytes), piece.at, piece.nbytes)
+        self.compare(key, piece.sums, self._sums(key, piece.at, piece.nbytes), piece.at, piece.nbytes)
 
-    def _sums(self, ahead: ThreadPoolExecutor, key: str, start: int, nbytes: int) -> Sums:
-        starts = range(0, nbytes, BLOCK)
-        buffers = [aligned_empty(min(BLOCK, nbytes)) for _ in starts[:2]]
-
-        def read(number: int) -> torch.Tensor:
-            part = buffers[number % 2][: min(BLOCK, nbytes - starts[number])]
-            self.fill(start + starts[number], part, key)
-            return part
-
-        total: Sums = (0, 0)
-        coming = ahead.submit(read, 0) if starts else None
-        for number, at in enumerate(starts):
-            assert coming is not None
-            part = coming.result()
-            if number + 1 < len(starts):
-                coming = ahead.submit(read, number + 1)
+    def _sums(self, key: str, start: int, nbytes: int) -> Sums:
+        buffer, total = aligned_empty(min(BLOCK, nbytes)), (0, 0)
+        for at in range(0, nbytes, BLOCK):
+            part = buffer[: min(BLOCK, nbytes - at)]
+            self.fill(start + at, part, key)
             total = combine(total, checksum(part, at // 4))
         return total
 
@@ -118,6 +119,11 @@ class Reader:
             f"{key} ({nbytes} bytes at {at} of {self.path}) does not match its checksum: the file is not what was "
             "written. Copy it again, or load another checkpoint"
         )
+
+
+def _right(key: str, nbytes: int, future: Future[None]) -> tuple[str, int]:
+    future.result()
+    return key, nbytes
 
 
 class InOrder:

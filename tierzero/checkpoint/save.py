@@ -9,11 +9,13 @@ failure leaves nothing behind, comes out of the handle, and if nobody has asked 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401, registers its own end, which then comes after ours
 import datetime
 import errno
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +29,7 @@ import tierzero
 from tierzero.api import open_engine
 from tierzero.checkpoint.contents import Contents, gather
 from tierzero.checkpoint.data_file import Section, Writer, lay_out
-from tierzero.checkpoint.frozen import Frozen, freeze
+from tierzero.checkpoint.frozen import Frozen, freeze, in_order
 from tierzero.checkpoint.index import DATA, INDEX, METADATA, Index, to_bytes
 from tierzero.checkpoint.metadata import metadata_bytes
 from tierzero.checkpoint.place import Place, next_sequence, prune
@@ -91,7 +93,7 @@ def save(
     with engine.metrics.inside(SAVE, "save", f"save {path}"):
         place = Place(Path(os.path.abspath(path)), overwrite)
         try:
-            frozen = freeze(engine)
+            frozen = freeze(engine, gradients=gradients)
             try:
                 contents = gather(frozen, model, optimizer, states or {}, given, gradients=gradients)
                 if random:
@@ -132,6 +134,7 @@ class Saving:
         self._error: BaseException | None = None
         self._seen = False
         self._done = False
+        self.pid = os.getpid()
         self._task: asyncio.Task[None] | None = None
         self._free_to_go: asyncio.Event | None = None  # the caller's own tensors are written
         head = {
@@ -147,8 +150,8 @@ class Saving:
     def begin(self) -> None:
         """Start, and return when the caller's own tensors are in the file."""
         self._engine.last_save = self
-        for ends in (self._engine.closing, self._engine.at_end):  # close(), and a process or model that just ends
-            ends.append(self._closing)
+        self._engine.closing.append(self.finish)
+        _RUNNING.add(self)
 
         def start() -> None:
             self._free_to_go = asyncio.Event()
@@ -192,7 +195,8 @@ class Saving:
             raise error
         return self.path
 
-    def _closing(self) -> None:
+    def finish(self) -> None:
+        """Wait, and log what it failed with if nobody has seen that: at close(), and as the process ends."""
         error = None if self._seen else self.exception()
         if error is not None:
             log.error("the checkpoint %s was not written: %s", self.path, error)
@@ -211,9 +215,9 @@ class Saving:
             self._frozen.release()
             await asyncio.to_thread(self._give_up_place)
             self._contents = Contents()
-            for ends in (self._engine.closing, self._engine.at_end):
-                with suppress(ValueError):
-                    ends.remove(self._closing)
+            _RUNNING.discard(self)
+            with suppress(ValueError):
+                self._engine.closing.remove(self.finish)
             self._done = True
             assert self._free_to_go is not None
             self._free_to_go.set()
@@ -228,11 +232,13 @@ class Saving:
         contents, index = self._contents, self.index
         first, index.objects, index.tensors = lay_out(0, contents.objects, contents.first)
         at = first.end
-        sections: dict[Any, Section] = {}
+        sections: dict[tuple[Any, bool], Section] = {}
         for unit, tensors in contents.units.items():
-            sections[unit], _, stored = lay_out(at, {}, tensors)
-            index.tensors.update(stored)
-            at = sections[unit].end
+            for in_host in (True, False):
+                mine = {key: one for key, one in tensors.items() if getattr(one, "in_host", False) == in_host}
+                sections[unit, in_host], _, stored = lay_out(at, {}, mine)
+                index.tensors.update(stored)
+                at = sections[unit, in_host].end
         self._place.check_space(at)
         io: Any = None
         path = self._place.path / DATA
@@ -250,8 +256,12 @@ class Saving:
                     await writer.finish()
                     assert self._free_to_go is not None
                     self._free_to_go.set()
-                    for unit in self._frozen:
-                        await writer.write(sections[unit])
+                    begun = []
+                    for unit in self._frozen:  # first what training waits for
+                        await writer.write(sections[unit, True])
+                        begun.append(unit)
+                    for unit in in_order(begun):
+                        await writer.write(sections[unit, False])
                         self._frozen.unit_done(unit)
                     await writer.finish()
                 finally:
@@ -276,6 +286,19 @@ class Saving:
         self._place.publish()
         if self._keep is not None:
             prune(self.path.parent, self._keep)
+
+
+_RUNNING: set[Saving] = set()
+
+
+def _end_all() -> None:
+    for saving in list(_RUNNING):
+        if os.getpid() == saving.pid:  # not in a forked child
+            saving.finish()
+
+
+# atexit comes too late: by then no thread may begin that the rest of a save needs
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 def _write(path: Path, data: bytes) -> None:

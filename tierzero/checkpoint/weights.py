@@ -57,7 +57,7 @@ def load_weights(
     drive) and read them from there: nothing of them is written, and snapshots name the files. They must stay. A unit
     with a parameter that has another dtype there is copied.
 
-    A part of at most 8 MiB is in memory at a time, of a torch.distributed.checkpoint one chunk. Everything that can be
+    A part of at most 4 MiB is in memory at a time, of a torch.distributed.checkpoint one chunk. Everything that can be
     told from headers is checked before anything is changed. Raises TierzeroError for what does not fit the model,
     FileNotFoundError for missing files, StoreCorruptError for damaged ones; each names the file and the tensor. After a
     failure half way, load again: the model has some of the new values.

@@ -74,7 +74,7 @@ class HuggingFaceTask:
     def fill(self, model: nn.Module) -> None:
         import tierzero as tz
 
-        tz.load_weights(model, self.folder)
+        tz.load(model, self.folder)
 
     def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
         out: Tensor = model(input_ids=tokens, labels=tokens).loss
