@@ -134,7 +134,7 @@ class Tiered:
         assert engine.arena.peak <= engine.metrics.host_budget
         assert not engine.hooks.frames
         assert not engine.hooks.backward.tasks
-        assert not engine.hooks.root_nets
+        assert not engine.hooks.roots
         if engine.activations is not None:
             if engine.activations.usage()["activations_host"]:
                 gc.collect()  # an exception's frames may hold a graph

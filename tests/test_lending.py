@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tierzero as tz
+from tierzero.homes import Homes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
@@ -43,7 +44,7 @@ class Neighbour(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         weight, (block,) = self.other[0].up.weight, self.other
         through = F.linear(F.linear(x, weight, block.up.bias), weight.t())
-        gains = block.norm.weight[: DIM // 2].repeat(2) + block.down.bias.float().to(x.dtype)
+        gains = block.norm.weight[: DIM // 2].repeat(2) + block.down.bias.float().to(x.dtype) + sum(block.norm.bias)
         return x + self.inner(x) + torch.tanh(through) * gains
 
 
@@ -342,6 +343,34 @@ def test_kept_in_a_closure(tmp_path: Path) -> None:
             loss_of(model, next(batches(1)))
         assert weight.shape == (2 * DIM, DIM)
         assert "ReplacedParameter" in repr(weight)
+
+
+def test_an_offload_that_fails_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in plain lists, and the hooks on gradients, are the model's own again; old ones stay refused."""
+    plain, model = make(Kept), make(Kept)
+    seen: list[int] = []
+    for each in (plain, model):
+        each.layers[0].up.weight.register_hook(lambda grad: seen.append(1))  # type: ignore[union-attr]
+    before = model.layers[0].up.weight
+    first = Homes.write_first
+
+    async def fails(homes: Homes, unit: Any, params: Any) -> None:
+        if unit.name == "head":
+            raise OSError(28, "no space left (injected)", str(tmp_path))
+        await first(homes, unit, params)
+
+    monkeypatch.setattr(Homes, "write_first", fails)
+    with pytest.raises(OSError, match="injected"):
+        tz.offload(model, tz.Tiers(nvme=tmp_path, host="64MiB", device="64MiB", compute="cpu"))
+    assert model.kept[0] is model.layers[0].up.weight
+    losses = [loss_of(each, next(batches(1))) for each in (plain, model)]
+    assert same(*losses)
+    for loss in losses:
+        loss.backward()
+    assert len(seen) == 2
+    assert same(model.kept[0].grad, plain.kept[0].grad)
+    with pytest.raises(tz.TierzeroError, match=r"layers\.0\.up\.weight as it was before"):
+        before.sum()
 
 
 def test_eager_updates_and_evaluation(tmp_path: Path) -> None:

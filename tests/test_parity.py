@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parity(shape: str, dtype: torch.dtype, accumulate: int, clip: str, tmp_path: Path) -> None:
     """Losses and clip norms of every step, and all parameters, masters and moments (C1, C2, C3, C13, M12, M15, M20,
-    M23).
+    M23): whatever lies where, it trains (S18).
     """
     model = make(SHAPES[shape], dtype)
     with ExitStack() as stack:

@@ -21,7 +21,7 @@ from tierzero.loop import LoopThread
 from tierzero.malloc import keep_freed
 from tierzero.metrics import DriveTotals, Metrics
 from tierzero.microbatch import MicroBatches, check_count
-from tierzero.model import check_model, check_same_model, describe, give_back, move_buffers
+from tierzero.model import check_lazy, check_model, check_same_model, describe, give_back, move_buffers
 from tierzero.native import NATIVE
 from tierzero.pager import Pager
 from tierzero.partition import Part, Units, partition
@@ -60,6 +60,7 @@ class Engine:
         overwrite: bool,
     ) -> None:
         tiers.check()
+        check_lazy(model)
         parts = partition(model, units)
         check_model(model, parts)
         check_count(micro_batches)

@@ -65,6 +65,16 @@ class _Frame(Borrower):
         self.inputs: Inputs | None = None
 
 
+class _Root(Borrower):
+    """One running forward of the root; `net` stands in for what is saved between units in it."""
+
+    __slots__ = ("net",)
+
+    def __init__(self, train: bool, net: Net) -> None:
+        super().__init__(train)
+        self.net = net
+
+
 class Hooks:
     """The hooks of one offloaded model."""
 
@@ -74,8 +84,7 @@ class Hooks:
         self.pager = pager
         self.activations = activations
         self.keep: Keep = Kept if activations is None else activations.keep
-        self.roots: list[Borrower] = []  # the root's forwards
-        self.root_nets: list[Net] = []  # and what stands in for what is saved between units in them
+        self.roots: list[_Root] = []  # the root's forwards
         self.recomputing: dict[int, Borrower] = {}  # backwards in which functions run again, by task
         self.frames: list[_Frame] = []
         self.floor = 0  # frames below belong to registered methods, which clean up after themselves
@@ -140,9 +149,8 @@ class Hooks:
         if not in_backward():
             if self.activations is not None:
                 self.activations.begin(root, (args, kwargs))
-            self.roots.append(Borrower(bool(self.root_train)))
-            self.root_nets.append(self.net())
-            self.root_nets[-1].enter()
+            self.roots.append(_Root(bool(self.root_train), self.net()))
+            self.roots[-1].net.enter()
         return args, kwargs
 
     def _leave_root(self, output: Any) -> Any:
@@ -158,9 +166,8 @@ class Hooks:
         return changed
 
     def _leave_last_root(self) -> None:
-        self.root_nets[-1].leave()
+        self.roots[-1].net.leave()
         self.lending.give_back(self.roots[-1])
-        self.root_nets.pop()
         self.roots.pop()
 
     def _borrower(self) -> Borrower | None:

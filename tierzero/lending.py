@@ -60,6 +60,7 @@ class Lending:
         self.borrower = borrower
         self.pieces = pieces
         self._take = pager.metrics.engine(self._taken)
+        self.call = torch.compiler.disable(self._call)  # opaque to the compiler, as the hooks are
         for unit in by_storage.values():
             unit.lending = self
 
@@ -71,7 +72,7 @@ class Lending:
         """Whether `value` is a parameter at rest of these units."""
         return isinstance(value, Paged) and getattr(getattr(value.source, "unit", None), "lending", None) is self
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func` with live parameters in the place of those at rest."""
         borrower = self.borrower()
         assert borrower is not None

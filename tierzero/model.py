@@ -15,6 +15,16 @@ from tierzero.references import References
 from tierzero.unit import Unit
 
 
+def check_lazy(model: nn.Module) -> None:
+    """TierzeroError for parameters that have no shape yet."""
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise TierzeroError(
+                f"parameter {name} is an UninitializedParameter: a lazily initialised module gets its shape in its "
+                "first forward, so run one before offload()"
+            )
+
+
 def check_model(model: nn.Module, parts: list[Part]) -> None:
     """TierzeroError for what cannot be offloaded."""
     if not parts:
@@ -25,7 +35,7 @@ def check_model(model: nn.Module, parts: list[Part]) -> None:
                 raise TierzeroError(
                     f"parameter {name} is a {type(param.data if type(param) is nn.Parameter else param).__name__}, "
                     "not a plain nn.Parameter: "
-                    "offload() takes models before they are offloaded, sharded, quantised or lazily initialised"
+                    "offload() takes models before they are offloaded, sharded or quantised"
                 )
             if param.layout is not torch.strided:
                 raise TierzeroError(

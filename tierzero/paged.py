@@ -145,10 +145,12 @@ def _needs_no_bytes(func: Any) -> bool:
 def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     first = args[0] if args else next((kwargs[key] for key in ("tensor", "self", "input") if key in kwargs), None)
-    changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    changes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     return (changes and bool(_tensors(first))) or bool(_tensors(kwargs.get("out")))
 
 
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_IN_PLACE |= {"__setitem__", "__ilshift__", "__irshift__", "__imatmul__"}
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")  # properties that view the bytes
 _HARMLESS = ("__set__", "detach", "is_contiguous", "storage_offset", "__len__", "backward", "retain_grad")
 

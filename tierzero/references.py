@@ -2,6 +2,9 @@
 
 nn.Module knows nothing of these, and whoever replaces parameters leaves the old ones there, with values that nobody
 trains any more. `offload` puts the parameter at rest there too; used in forward, it is lent (see lending.py).
+
+Private torch names used here, and why:
+- Parameter._backward_hooks, _post_accumulate_grad_hooks: hooks that users put on a parameter go over to its successor.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 DEPTH = 4  # of containers in containers
@@ -28,8 +32,14 @@ class References:
                         self._places.setdefault(found, []).append((module, name))
 
     def replace(self, old: Iterable[nn.Parameter], new: Iterable[nn.Parameter]) -> None:
-        """Put each of `new` wherever its predecessor in `old` is referred to."""
-        both = [(before, after) for before, after in zip(old, new, strict=True) if id(before) in self._places]
+        """Put each of `new` wherever its predecessor in `old` is referred to, with the hooks on its gradient."""
+        both = list(zip(old, new, strict=True))
+        with torch._C.DisableTorchFunctionSubclass():  # the old ones may refuse every use
+            for before, after in both:
+                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    if getattr(before, hooks, None):
+                        setattr(after, hooks, getattr(before, hooks))
+        both = [(before, after) for before, after in both if id(before) in self._places]
         successors = {id(before): after for before, after in both}
         for before, after in both:
             places = self._places.pop(id(before))
