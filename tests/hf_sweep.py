@@ -230,12 +230,12 @@ def table(results: dict[str, Any]) -> str:
     types = {result["type"] for result in results.values() if "type" in result}
     equal = {result["type"] for result in results.values() if result["result"] == EQUAL}
     in_plain = sum(count for kind, count in counts.items() if kind not in (NOT_PLAIN, "too large", "not finite"))
-    tried = (
-        f"transformers {transformers.__version__}, torch {torch.__version__}: {len(results)} classes of {len(types)} "
+    tried = f"transformers {transformers.__version__}, torch {torch.__version__}: {len(results)} of {len(classes())} "
+    tried += (
+        f"classes ({len(types)} model types) tried, {in_plain} train in plain PyTorch here, {counts[EQUAL]} of them "
     )
-    tried += f"model types tried, {in_plain} train in plain PyTorch here, {counts[EQUAL]} of them ({len(equal)} model "
     lines = [
-        tried + "types) are equal under tierzero.",
+        tried + f"({len(equal)} model types) are equal under tierzero.",
         "",
         "| result | classes | meaning |",
         "|---|---|---|",
