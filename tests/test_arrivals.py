@@ -59,7 +59,7 @@ def test_parameters_that_came_later(change: Any, tmp_path: Path) -> None:
             with pytest.raises(tz.TierzeroError, match=rf"{CHANGES[change]}.*build the model first"):
                 loss_of(model, next(batches(1)))
         with pytest.raises(tz.TierzeroError, match=CHANGES[change]):
-            tz.commit(model, run.optimizer, "a")
+            tz.snapshot(model, run.optimizer, "a")
         with pytest.raises(tz.TierzeroError, match="not one of an offloaded model"):
             tz.AdamW(model.parameters())
 
@@ -86,7 +86,7 @@ def test_frozen_ones_and_evaluation(tmp_path: Path) -> None:
         model.head.requires_grad_(False)
         assert same(loss_of(model, next(batches(1))), expected)
         with pytest.raises(tz.TierzeroError, match=r"head\.weight came"):
-            tz.commit(model, run.optimizer, "a")
+            tz.snapshot(model, run.optimizer, "a")
 
 
 def test_a_module_around_the_offloaded_one(tmp_path: Path) -> None:

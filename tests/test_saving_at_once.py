@@ -32,7 +32,7 @@ for step, ids in enumerate(batches(int(sys.argv[6]))):
     loss_of(model, ids).backward()
     opt.step()
     opt.zero_grad()
-    tz.commit(model, opt, f"step-{step}", {"step": step})
+    tz.snapshot(model, opt, f"step-{step}", {"step": step})
 torch.save(model.state_dict(), sys.argv[7])
 tz.close(model)
 """
