@@ -150,7 +150,7 @@ def test_a_run_never_goes_on_from_the_checkpoint_of_another(tmp_path: Path) -> N
     assert train(second, "train.steps=1").returncode == 0
     mixed = train(first, "train.steps=3", f"tiers.nvme={second / 'store'}", flags=("--resume",))
     assert mixed.returncode == 2
-    assert f"is of another run, that of {second}" in mixed.stderr
+    assert f"is of the run in {second}, and not of the one in {first}" in mixed.stderr
     assert losses(first) == before
     assert train(first, "train.steps=3", flags=("--resume",)).returncode == 0
     moved = tmp_path / "moved"

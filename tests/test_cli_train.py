@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,11 @@ def test_a_store_of_a_run_elsewhere(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert str(tmp_path / "store") in done.stderr
     assert "tiers.nvme=DIR" in done.stderr
+    for flags in ((), ("--resume",), ("--overwrite",)):
+        done = train(tmp_path / "second", *short, flags=flags)
+        assert done.returncode == 2
+        assert f"the run in {tmp_path / 'first'}" in done.stderr
+    shutil.rmtree(tmp_path / "first")
     for flags in (("--resume",), ("--overwrite",)):
         done = train(tmp_path / "second", *short, flags=flags)
         assert done.returncode == 0, done.stderr

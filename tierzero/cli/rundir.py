@@ -56,15 +56,15 @@ def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any
             "or name another directory with --set train.out=DIR"
         )
     if holds_run(config):
-        name = _foreign(found)
+        name, owner = _foreign(found), _owner(found)
+        if name is not None:
+            what = f" with the snapshot {name!r}, which was not made by tierzero train: "
+        elif owner is not None:
+            what = f" of the run in {owner}: go on with that by --resume and --set train.out={owner}, or "
+        else:
+            what = " of a run: go on with it by --resume, give it up by --overwrite, or "
         raise ConfigError(
-            f"{config.store} already holds a store"
-            + (
-                f" with the snapshot {name!r}, which was not made by tierzero train: "
-                if name is not None
-                else " of a run: go on with it by --resume, give it up by --overwrite, or "
-            )
-            + "name another directory with --set tiers.nvme=DIR"
+            f"{config.store} already holds a store{what}" + "name another directory with --set tiers.nvme=DIR"
         )
     return None
 
@@ -107,11 +107,15 @@ def _check_ours(config: Config) -> None:
                 "removes runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
             )
         owner = _owner(found)
-        if owner is not None and owner.resolve() != config.train.out.resolve():
+        if owner is not None and not _same_place(owner, config.train.out):
             raise ConfigError(
                 f"{store} holds the checkpoint of the run in {owner}, which could not go on without it: name another "
                 f"directory with --set tiers.nvme=DIR, or give that run up with --set train.out={owner}"
             )
+
+
+def _same_place(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def _owner(found: Manifest | None) -> Path | None:
@@ -136,11 +140,17 @@ def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
         raise ConfigError(
             f"the snapshot {found.latest.name!r} in {store} was not made by tierzero train: it cannot go on with it"
         )
-    here = id_in(out)
-    if here is not None and here != meta["run"]:
+    here, owner = id_in(out), _owner(found)
+    elsewhere = owner is not None and not _same_place(owner, out)
+    if here != meta["run"] and (here is not None or elsewhere):
         raise ConfigError(
-            f"the checkpoint in {store} (step {meta['step']}) is of another run, that of {meta['out']}, and not of the "
-            f"one in {out}: name the store of this run with --set tiers.nvme=DIR, or that run with --set train.out=DIR"
+            f"the checkpoint in {store} (step {meta['step']}) is of the run in {meta['out']}"
+            + (
+                f", and not of the one in {out}: name the store of this run with --set tiers.nvme=DIR, or "
+                if here
+                else ": "
+            )
+            + f"go on with that run by --set train.out={meta['out']}"
         )
     check_same_model(meta["model"], config)
     return meta
