@@ -29,6 +29,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/prefetch.py
+	-$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tune.py
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/peers.py

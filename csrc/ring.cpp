@@ -120,14 +120,17 @@ Sqe* Ring::next() {
     return sqe;
 }
 
+std::uint32_t Ring::pending() const {
+    return *sq_tail_ - load(sq_head_);
+}
+
 int Ring::enter(std::int64_t timeout_ns) {
     const Timespec until{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
     EnterArg argument{};
     argument.sigmask_size = _NSIG / 8;
     if (timeout_ns >= 0) argument.timespec = reinterpret_cast<std::uint64_t>(&until);
-    const std::uint32_t pending = *sq_tail_ - load(sq_head_);
     const long rc =
-        syscall(kEnter, fd_, pending, 1u, kEnterGetEvents | kEnterExtArg, &argument, sizeof argument);
+        syscall(kEnter, fd_, pending(), 1u, kEnterGetEvents | kEnterExtArg, &argument, sizeof argument);
     return rc >= 0 || errno == ETIME ? 0 : errno;
 }
 

@@ -21,6 +21,7 @@ class Ring {
 
     // A blank submission, or null when the queue is full. It goes to the kernel with the next enter().
     uring::Sqe* next();
+    std::uint32_t pending() const;  // submissions that the kernel has not taken yet
     // Submits, and waits for one completion or `timeout_ns` (negative: for ever). 0, or the errno; ETIME is
     // 0.
     int enter(std::int64_t timeout_ns);

@@ -17,7 +17,6 @@ namespace {
 
 constexpr unsigned kEntries = 256;  // submissions
 constexpr unsigned kFiles = 64, kBuffers = 64, kBounceBlocks = 16;
-constexpr std::size_t kLargestBuffer = std::size_t{1} << 30;  // the kernel's limit for one
 constexpr std::int64_t kMillisecond = 1'000'000;
 
 }  // namespace
@@ -159,6 +158,7 @@ void UringLane::take_orders() {
         orders.swap(orders_);
         stopping_ = stop_;
     }
+    if (!orders.empty()) hand_over();
     for (const auto& what : orders) what();
 }
 
@@ -282,67 +282,6 @@ void UringLane::fail_everything(int code) {
         end(*piece,
             IoError{code, describe(*piece) + ": io_uring_enter: " + errno_text(code), piece->member->path()});
     std::this_thread::sleep_for(std::chrono::nanoseconds(kMillisecond));
-}
-
-int UringLane::slot_of(const Member& member) {
-    if (!fixed_files_) return -1;
-    const auto found = slots_.find(member.id());
-    if (found != slots_.end()) return found->second;
-    if (free_slots_.empty()) return -1;
-    const int slot = free_slots_.back();
-    if (!ring_->set_file(static_cast<unsigned>(slot), member.fd())) return -1;
-    free_slots_.pop_back();
-    slots_.emplace(member.id(), slot);
-    // The table keeps the file open: let go of it when its owner does.
-    member.at_close([lane = weak_from_this(), id = member.id()] {
-        if (const auto self = lane.lock())
-            self->order([&lane = *self, id] {
-                const auto known = lane.slots_.find(id);
-                lane.ring_->set_file(static_cast<unsigned>(known->second), -1);
-                lane.free_slots_.push_back(known->second);
-                lane.slots_.erase(known);
-            });
-    });
-    return slot;
-}
-
-int UringLane::buffer_of(const char* data, std::size_t n) const {
-    if (!fixed_buffers_) return -1;
-    for (std::size_t i = 0; i < buffers_.size(); ++i)
-        if (data >= buffers_[i].data && data + n <= buffers_[i].data + buffers_[i].size)
-            return static_cast<int>(i);
-    return -1;
-}
-
-bool UringLane::fix(const char* data, std::size_t n) {
-    if (!fixed_buffers_ || n == 0) return false;
-    std::promise<bool> done;
-    auto answer = done.get_future();
-    const bool taken = order([&, this] {
-        bool all = true;
-        for (std::size_t at = 0; at < n && all; at += kLargestBuffer) {
-            const std::size_t part = std::min(kLargestBuffer, n - at);
-            const auto free =
-                std::find_if(buffers_.begin(), buffers_.end(), [](const Fixed& b) { return !b.data; });
-            all = free != buffers_.end() &&
-                  ring_->set_buffer(static_cast<unsigned>(free - buffers_.begin()), data + at, part);
-            if (all) *free = {data + at, part, data};
-        }
-        done.set_value(all);
-    });
-    const bool fixed = taken && answer.get();
-    if (!fixed) unfix(data);
-    return fixed;
-}
-
-void UringLane::unfix(const char* data) {
-    order([this, data] {
-        for (std::size_t i = 0; i < buffers_.size(); ++i)
-            if (buffers_[i].whole == data) {
-                ring_->set_buffer(static_cast<unsigned>(i), nullptr, 0);
-                buffers_[i] = {};
-            }
-    });
 }
 
 }  // namespace tz

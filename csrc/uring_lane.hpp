@@ -45,6 +45,7 @@ class UringLane final : public Lane, public std::enable_shared_from_this<UringLa
     void start(std::string& reason);
     void run();
     void take_orders();  // what other threads queued
+    void hand_over();    // submissions -> the kernel
     void fill();         // pieces -> submissions
     bool room() const {  // for one more in flight
         return in_flight_ < kMost && (in_flight_ == 0 || bytes_in_flight_ < options_.block * options_.depth);

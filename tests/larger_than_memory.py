@@ -122,7 +122,7 @@ def use(folder: Path, layers: int, *, in_place: bool) -> dict[str, Any]:
         opt.step()
         opt.zero_grad()
         losses.append(float(loss.detach()))
-    tz.commit(model, opt, "trained", {"step": STEPS})
+    tz.snapshot(model, opt, "trained", {"step": STEPS})
     stats = tz.stats(model)
     tz.close(model)
     del model, opt

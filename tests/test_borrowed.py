@@ -71,7 +71,7 @@ def test_nothing_of_frozen_units_is_written(file: Path, tmp_path: Path) -> None:
         frozen = [record.name for record in frozen_records(run)]
         assert frozen
         train_both([("", run)], plain, 3)
-        tz.commit(run.model, run.optimizer, "a", {})
+        tz.snapshot(run.model, run.optimizer, "a", {})
         train_both([("", run)], plain, 2, seed=7)
         assert_same(run, plain)
         assert not set(frozen) & set(store.current)
@@ -103,11 +103,11 @@ def test_resume(first: str, second: str, file: Path, tmp_path: Path) -> None:
     plain = Plain(adapted())
     with borrowing(file, tmp_path / "store", first) as run:
         train_both([("", run)], plain, 2)
-        tz.commit(run.model, run.optimizer, "a", {})
+        tz.snapshot(run.model, run.optimizer, "a", {})
     with borrowing(file, tmp_path / "store", second, resume=True) as run:
         tz.restore(run.model, run.optimizer)
         train_both([("", run)], plain, 2, seed=3)
-        tz.commit(run.model, run.optimizer, "b", {})
+        tz.snapshot(run.model, run.optimizer, "b", {})
     with borrowing(file, tmp_path / "store", first, resume=True) as run:
         tz.restore(run.model, run.optimizer)
         assert_same(run, plain)
@@ -116,7 +116,7 @@ def test_resume(first: str, second: str, file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["gone", "other"])
 def test_a_snapshot_misses_its_file(what: str, file: Path, tmp_path: Path) -> None:
     with borrowing(file, tmp_path / "store") as run:
-        tz.commit(run.model, run.optimizer, "a", {})
+        tz.snapshot(run.model, run.optimizer, "a", {})
     kept = file.read_bytes(), os.stat(file).st_mtime_ns
     if what == "gone":
         file.unlink()
@@ -160,7 +160,7 @@ def test_a_file_that_is_removed(
         if how == "replaced":
             shutil.copy(__file__, file)
         train_both([("", run)], plain, 1, seed=2)
-        tz.commit(run.model, run.optimizer, "a", {})
+        tz.snapshot(run.model, run.optimizer, "a", {})
         assert placement != "nvme" or f"{file}, from which frozen parameters are read" in caplog.text
     with borrowing(file, tmp_path / "store", placement, resume=True) as run:
         tz.restore(run.model, run.optimizer)

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tierzero.cli.main import app
+from tierzero.cli.plan import count
 from tierzero.errors import ConfigError
 from tierzero.machine import GPUS, parse_drives, preset, together
 from tierzero.sim.links import DriveRates
@@ -86,7 +87,12 @@ def test_what_does_not_fit_exits_1_with_the_reason(words: list[str], said: str) 
         ([*SMALL, "--tokens", "-1"], "1 or more"),
         ([*SMALL, "--micro-batches", "0"], "a number of pieces"),
         ([*SMALL, "--activations", "3x"], "--activations"),
-        (["/nowhere/config.json"], "there is no /nowhere/config.json"),
+        ([*SMALL, "--nvme", "4x7GB"], "rates end in /s"),
+        ([*SMALL, "--nvme", "4x7"], "rates end in /s"),
+        ([*SMALL, "--nvme", "7GBps"], "rates end in /s"),
+        (["--params", "7Q", "--layers", "2", "--hidden", "64"], "give a number such as 7e9"),
+        (["--params", "nan", "--layers", "2", "--hidden", "64"], "give a number such as 7e9"),
+        (["/nowhere/config.json"], "/nowhere/config.json does not exist"),
         (["/nowhere.toml"], "there is no configuration file /nowhere.toml"),
         ([*SMALL, "--set", "train.steps=3"], "name one"),
     ],
@@ -95,6 +101,13 @@ def test_errors_say_what_to_do(words: list[str], said: str) -> None:
     code, _, err = plan(*words)
     assert code == 2
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7B", 7e9), ("350m", 350e6), ("1.5T", 1.5e12), ("70e9", 70e9), (" 8 ", 8)]
+)
+def test_numbers_of_parameters(text: str, number: float) -> None:
+    assert count(text) == number
 
 
 def test_from_a_configuration(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -135,3 +136,30 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         assert setting.partition("=")[0] in done.stderr
         assert "another model" in done.stderr
     assert train(out, "train.steps=2", flags=("--resume",)).returncode == 0
+
+
+def test_a_run_never_goes_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
+    """A store that changed hands, by --overwrite from elsewhere or by copying, is not taken for the run's own."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shared = f"tiers.nvme={first / 'store'}"
+    assert train(first, "train.steps=2").returncode == 0
+    before = losses(first)
+    refused = train(second, "train.steps=1", shared, flags=("--overwrite",))
+    assert refused.returncode == 2
+    assert f"the checkpoint of the run in {first}" in refused.stderr
+    assert train(second, "train.steps=1").returncode == 0
+    mixed = train(first, "train.steps=3", f"tiers.nvme={second / 'store'}", flags=("--resume",))
+    assert mixed.returncode == 2
+    assert f"is of another run, that of {second}" in mixed.stderr
+    assert losses(first) == before
+    assert train(first, "train.steps=3", flags=("--resume",)).returncode == 0
+    moved = tmp_path / "moved"
+    first.rename(moved)
+    assert train(moved, "train.steps=4", flags=("--resume",)).returncode == 0
+    assert losses(moved)[:2] == before
+    shutil.rmtree(second, ignore_errors=True)
+    assert train(second, "train.steps=1", f"tiers.nvme={moved / 'store'}", flags=("--overwrite",)).returncode == 2
+    gone = tmp_path / "gone"
+    (moved / "store").rename(gone)
+    shutil.rmtree(moved)
+    assert train(second, "train.steps=1", f"tiers.nvme={gone}", flags=("--overwrite",)).returncode == 0  # nobody's

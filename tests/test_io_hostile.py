@@ -210,6 +210,24 @@ def test_unregistering_leaves_the_neighbour(engine: _native.Engine) -> None:
     file.close()
 
 
+def test_unregistering_under_requests_on_their_way(engine: _native.Engine) -> None:
+    """The ring had them by the buffer's number, the kernel did not yet, and the number was gone: EFAULT."""
+    file = _native.File("f")
+    data = np.arange(1 << 17, dtype=np.uint32).view(np.uint8)
+    check(engine, file, data, 0)
+    want = np.empty_like(data)
+    engine.read(file, 0, want).result()
+    room = _native.Slab(1 << 19).array()
+    for _ in range(500):
+        engine.register(room)
+        tickets = [engine.read(file, at, room[at : at + 4096]) for at in range(0, 1 << 17, 4096)]
+        engine.unregister(room)
+        for ticket in tickets:
+            ticket.result()
+    assert np.array_equal(room[: 1 << 17], want[: 1 << 17])
+    file.close()
+
+
 def test_the_engine_keeps_what_is_registered() -> None:
     engine = _native.Engine()
     slab = _native.Slab(1 << 20)

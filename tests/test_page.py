@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tierzero.cli.page.charts import SIZE, groups, line_chart, share_chart, ticks
 from tierzero.cli.page.rundata import median, number
 from tierzero.cli.page.timeline import timeline
-from tierzero.cli.steptrace import parse_address, parse_steps
+from tierzero.cli.steptrace import check_steps, parse_address, parse_steps
 from tierzero.errors import ConfigError
 
 VOID = {"meta", "path", "rect", "br"}  # as the page writes them
@@ -117,7 +117,6 @@ def test_which_steps_are_traced(tmp_path: Path) -> None:
         ((), "1", ["step 1"]),
         (("--trace", "2-3"), "3", ["step 2", "step 3"]),
         (("--trace", "none"), "2", None),
-        (("--trace", "9"), "2", None),
     ):
         out = tmp_path / "run"
         done = train(out, f"train.steps={steps}", "train.sample=0", flags=(*flags, "--overwrite"))
@@ -248,6 +247,9 @@ def test_options() -> None:
     for text in ("", "0", "3-2", "1-", "x", "1-2-3", "-1", "9" * 10):
         with pytest.raises(ConfigError, match="--trace takes"):
             parse_steps(text)
+    with pytest.raises(ConfigError, match="the run has 9 steps"):
+        check_steps("10-12", 9)
+    check_steps("9-12", 9)
     assert parse_address("9400") == ("127.0.0.1", 9400)
     assert parse_address("0.0.0.0:80") == ("0.0.0.0", 80)
     assert parse_address("[::1]:80") == ("::1", 80)

@@ -158,7 +158,7 @@ def test_peft(in_place: bool, tmp_path: Path) -> None:
             trained = sum(p.numel() for p in plain.model.parameters() if p.requires_grad)
             assert before < 64 << 10
             assert tz.stats(model)["nvme_written_expected"] - before < 100 * (trained + 4096 * 14)
-            tz.commit(model, optimizer, "a")
+            tz.snapshot(model, optimizer, "a")
     finally:
         tz.close(model)
 

@@ -109,7 +109,7 @@ def place(
             f"the device budget of {format_size(device)} is too small for the largest unit with the units around it "
             "and its gradients; the smallest device budget that works is "
             f"{device_min} bytes ({format_size(device_min)}), or split the model into smaller "
-            "units with offload(..., units=...)"
+            "units with offload(..., units=...) in Python"
         )
 
     def suits(slots: int, block: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from tierzero.unit_sizes import unit_sizes
 
 TOKENS = 2048  # of a micro-batch, where nothing says how many
 _BOUNDLESS = 1 << 62
+_RATE = re.compile(r"(\d+\s*[x×*]\s*)?[\d.]+(/[\d.]+)?\s*([kMGT]i?B?(ps)?)?", re.IGNORECASE)  # but for its /s
+_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Options:
 
     source: Path | None = None
     settings: list[str] = field(default_factory=list)
-    params: float | None = None
+    params: str | None = None
     layers: int | None = None
     hidden: int | None = None
     vocab: int | None = None
@@ -208,7 +212,19 @@ def _subject(options: Options) -> Subject:
     assert options.params is not None
     assert options.layers is not None
     assert options.hidden is not None
-    return from_numbers(options.params, options.layers, options.hidden, options.vocab or VOCAB, dtype, tokens)
+    return from_numbers(count(options.params), options.layers, options.hidden, options.vocab or VOCAB, dtype, tokens)
+
+
+def count(text: str) -> float:
+    """Of parameters: 70e9, 7B, 350M. ConfigError for anything else."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
+    try:
+        number = float(found[1]) * _SCALES[found[2].upper()] if found else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"--params {text}: give a number such as 7e9, 7B or 350M")
+    return number
 
 
 def _dtype(name: str | None) -> str | None:
@@ -224,6 +240,9 @@ def _drives(options: Options, subject: Subject) -> tuple[list[DriveRates] | None
         return None, [], ""
     rates = [word for word in options.nvme if word.rstrip().endswith("/s")]
     places = [Path(word) for word in options.nvme if word not in rates]
+    for folder in places:
+        if _RATE.fullmatch(str(folder)) and not folder.exists():
+            raise ConfigError(f"--nvme {folder}: rates end in /s, such as 4x7GB/s; there is no directory of that name")
     if rates and places:
         raise ConfigError("--nvme takes either rates such as 4x7GB/s or directories, not both at once")
     if rates:
@@ -306,7 +325,13 @@ def _memory(options: Options, subject: Subject, budgets: Budgets, gpu: Gpu | Non
             f"the host budget of {format_size(budgets.host)} is more than the {format_size(ram)} of memory{limit}: "
             "lower it, or take a machine with more"
         )
-    if gpu is not None and budgets.device + subject.activations > gpu.memory:
+    if gpu is not None and subject.activations > gpu.memory:
+        why.append(
+            f"activations of {subject.tokens} tokens alone take about {format_size(subject.activations)}, more than "
+            f"the {format_size(gpu.memory)} of the {options.gpu}: give fewer --tokens (and --accumulate), or "
+            "--micro-batches"
+        )
+    elif gpu is not None and budgets.device + subject.activations > gpu.memory:
         why.append(
             f"activations of {subject.tokens} tokens take about {format_size(subject.activations)}; with the device "
             f"budget of {format_size(budgets.device)} that is more than the {format_size(gpu.memory)} of the "

@@ -81,7 +81,9 @@ def from_toml(path: Path, settings: list[str], dtype: str | None, tokens: int | 
 def from_hugging_face(path: Path, dtype: str, tokens: int, recompute: bool = True) -> Subject:
     """The model of a config.json, or of a directory that holds one; weights and tokenizer need not be there."""
     folder = path if path.is_dir() else path.parent
-    if not path.exists() or (path.is_dir() and not (folder / "config.json").is_file()):
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: name a Hugging Face directory, a config.json or a CONFIG.toml")
+    if path.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"there is no {path if path.suffix == '.json' else path / 'config.json'}: name a config.json")
     transformers = import_transformers()
     try:

@@ -38,7 +38,7 @@ def show(answer: Answer, console: Console | None = None) -> None:
     tokens = f"{subject.accumulate} x {subject.tokens:,}" if subject.accumulate > 1 else f"{subject.tokens:,}"
     say(f"{subject.what}{params}, {tokens} tokens a step")
     if plan is not None:
-        console.print(_phases(answer, plan.phases))
+        console.print(_phases(answer, plan.phases, wrap=console.width < 80))
         if plan.forecast is not None:
             console.print(_times(plan.forecast))
             for line in forecast_lines(plan.forecast):
@@ -63,14 +63,14 @@ def show(answer: Answer, console: Console | None = None) -> None:
         say("yes: it fits", "green")
 
 
-def _phases(answer: Answer, phases: tuple[Phase, ...]) -> Table:
+def _phases(answer: Answer, phases: tuple[Phase, ...], wrap: bool) -> Table:
     size = lambda nbytes: format_size(nbytes) if nbytes else "-"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     count = len(answer.budgets.weights)
     headings = ("device", "host", "each drive" if count > 1 else "drive", "read", "written", "to device", "to host")
-    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=not wrap)
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=not wrap)
     for phase in phases:
         cells = (phase.device, phase.host, max(phase.drives, default=0))
         moved = (phase.read, phase.written, phase.h2d, phase.d2h)
@@ -104,7 +104,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         if forecast.step.stalls[key] > 0.005 * forecast.seconds
     ]
     lines = [
-        f"a step takes about {seconds(forecast.seconds)}, {forecast.tokens_per_second:,.3g} tokens/s, limited by "
+        f"a step takes about {seconds(forecast.seconds)}, {rate(forecast.tokens_per_second)} tokens/s, limited by "
         f"{forecast.bottleneck}" + (f"; compute waits for {', '.join(waits)}" if waits else "")
     ]
     if forecast.deferred.seconds > 1.01 * forecast.seconds:
@@ -136,6 +136,11 @@ def smallest_line(answer: Answer) -> str:
     return (
         f"smallest budgets that work: {', '.join(parts)}; activations about {format_size(answer.subject.activations)}"
     )
+
+
+def rate(value: float) -> str:
+    """A number with three digits or more, never with an exponent: 1.24, 37,200."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def seconds(value: float) -> str:

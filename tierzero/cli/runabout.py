@@ -10,10 +10,11 @@ from tierzero.cli.task import Task
 from tierzero.planned import Plan
 
 
-def describe_run(config: Config, task: Task, plan: Plan, tiers: tz.Tiers) -> dict[str, Any]:
+def describe_run(config: Config, task: Task, plan: Plan, tiers: tz.Tiers, run_id: str) -> dict[str, Any]:
     """Sizes and budgets in bytes; `step_bytes` is what a step moves by the analytic table, all its micro-batches."""
     micro = config.train.accumulate
     return {
+        "id": run_id,
         "model": task.describe(),
         "params": plan.params,
         "units": plan.units,

@@ -10,6 +10,7 @@ from typing import Any
 from tierzero import members
 from tierzero.cli.checkpoints import check_same_model
 from tierzero.cli.config import Config
+from tierzero.cli.runid import id_in
 from tierzero.errors import ConfigError, TierzeroError
 from tierzero.manifest import Manifest
 
@@ -17,7 +18,7 @@ FILES = ("metrics.jsonl", "summary.json", "sample.txt", "run.json", "trace.json"
 FOLDERS = ("checkpoints", "tensorboard", "export")
 STORE = ("manifest.json", "data.bin", members.NAME)
 # what a run keeps with its snapshots
-_OURS = {"model": dict, "random": dict, "step": int, "scheduler": dict, "settings": dict, "text": str}
+_OURS = {"model": dict, "random": dict, "step": int, "scheduler": dict, "settings": dict, "text": str, "run": str}
 
 
 def holds_run(config: Config) -> bool:
@@ -105,6 +106,20 @@ def _check_ours(config: Config) -> None:
                 f"{store} holds the snapshot {snapshot!r}, which was not made by tierzero train, and --overwrite "
                 "removes runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
             )
+        owner = _owner(found)
+        if owner is not None and owner.resolve() != config.train.out.resolve():
+            raise ConfigError(
+                f"{store} holds the checkpoint of the run in {owner}, which could not go on without it: name another "
+                f"directory with --set tiers.nvme=DIR, or give that run up with --set train.out={owner}"
+            )
+
+
+def _owner(found: Manifest | None) -> Path | None:
+    """The directory of the run whose checkpoint the store holds, if the run is still there."""
+    if found is None or found.latest is None:
+        return None
+    out = Path(str(found.latest.meta.get("out", "")))
+    return out if id_in(out) == found.latest.meta.get("run") is not None else None
 
 
 def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
@@ -120,6 +135,12 @@ def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
     if _foreign(found) is not None:
         raise ConfigError(
             f"the snapshot {found.latest.name!r} in {store} was not made by tierzero train: it cannot go on with it"
+        )
+    here = id_in(out)
+    if here is not None and here != meta["run"]:
+        raise ConfigError(
+            f"the checkpoint in {store} (step {meta['step']}) is of another run, that of {meta['out']}, and not of the "
+            f"one in {out}: name the store of this run with --set tiers.nvme=DIR, or that run with --set train.out=DIR"
         )
     check_same_model(meta["model"], config)
     return meta

@@ -33,6 +33,13 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
     return first, last
 
 
+def check_steps(text: str | None, total: int) -> None:
+    """ConfigError for what `parse_steps` refuses, and for steps that a run of `total` steps does not have."""
+    asked = parse_steps(text)
+    if asked is not None and asked[0] > total:
+        raise ConfigError(f"--trace {text}: the run has {total} steps, so nothing would be recorded")
+
+
 def parse_address(text: str | None) -> tuple[str, int] | None:
     """(address, port) of `9400` or `0.0.0.0:9400`. ConfigError for anything else."""
     if text is None:
@@ -55,6 +62,8 @@ class StepTrace:
         if steps is None:
             steps = min(done + SETTLED, total), min(done + SETTLED + 1, total)
         self.first, self.last = steps
+        if 0 < self.last <= done:
+            log.warning("no trace is recorded: step %d, the last one to record, was done before", self.last)
         self._recorder: tuple[Engine, Recorder] | None = None
 
     @contextmanager

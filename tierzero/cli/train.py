@@ -25,7 +25,7 @@ from tierzero.cli.runabout import describe_run
 from tierzero.cli.rundir import check_rundir, clear_rundir, make_directory
 from tierzero.cli.runlog import RunLog, read_metrics
 from tierzero.cli.sample import generate
-from tierzero.cli.steptrace import StepTrace, parse_address, parse_steps
+from tierzero.cli.steptrace import StepTrace, check_steps, parse_address
 from tierzero.cli.stopping import StopSignal
 from tierzero.cli.summary import print_summary
 from tierzero.cli.task import Task, open_task
@@ -47,7 +47,7 @@ def run(
     config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: bool, watching: Watching = Watching()
 ) -> None:
     """The whole command. Raises ConfigError, other TierzeroError or OSError with a sentence."""
-    parse_steps(watching.trace)
+    check_steps(watching.trace, config.train.steps)
     address = parse_address(watching.prometheus)
     console = Console(quiet=quiet)
     view = choose_view(console, quiet, config.train.log_every)
@@ -125,7 +125,7 @@ class Session:
     def _train(self, resume: bool, stop: StopSignal) -> None:
         config = self.config
         trainer = self._trainer(resume)
-        write_json(config.train.out / "run.json", describe_run(config, self.task, self.plan, self.tiers))
+        write_json(config.train.out / "run.json", describe_run(config, self.task, self.plan, self.tiers, trainer.id))
         trace = StepTrace(config.train.out / "trace.json", self.trace, trainer.step, config.train.steps)
         with ExitStack() as stack:
             traced = stack.enter_context(closing(trace))

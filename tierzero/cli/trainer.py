@@ -19,6 +19,7 @@ from tierzero.cli.config import Config
 from tierzero.cli.data import Sampler
 from tierzero.cli.progress import View
 from tierzero.cli.report import Meter, StepReport, clipped_norm
+from tierzero.cli.runid import new_id
 from tierzero.cli.runlog import RunLog
 from tierzero.cli.steptrace import StepTrace
 from tierzero.cli.task import Task
@@ -77,6 +78,7 @@ class Trainer:
             groups, lr=config.lr, overlap=config.train.overlap, seed=config.train.seed, **state_options(config)
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(config))
+        self.id = new_id()
         self.step = 0
         self.saved: int | None = None
 
@@ -86,6 +88,7 @@ class Trainer:
         self.scheduler.load_state_dict(meta["scheduler"])
         self._follow_configured_lr()
         randomness.set_random_state(meta["random"])
+        self.id = meta["run"]
         self.step = self.saved = int(meta["step"])
         self.view.say(
             f"resumed after step {self.step} of {self.config.train.steps} from {self.config.store}: parameters, "
@@ -159,6 +162,8 @@ class Trainer:
     def save(self, loss: float | None) -> None:
         """Commit a snapshot of model, optimizer, scheduler, random generators and position."""
         meta = {
+            "run": self.id,
+            "out": str(self.config.train.out.resolve()),
             "step": self.step,
             "loss": loss,
             "scheduler": _plain_scheduler(self.scheduler),

@@ -19,7 +19,9 @@ def plan(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As `tierzero train` takes it. Repeatable.")
     ] = None,
-    params: Annotated[float | None, typer.Option(help="Parameters of a decoder, such as 70e9.")] = None,
+    params: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Parameters of a decoder, such as 70e9 or 7B.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Its layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Its hidden size.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Its vocabulary; default 32,000.")] = None,

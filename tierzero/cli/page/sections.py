@@ -136,16 +136,16 @@ def _traffic(run: Run) -> str:
 
 def _budgets(run: Run) -> str:
     device = max((value for value in run.of("io", "device_peak") if math.isfinite(value)), default=math.nan)
-    host = number(run.summary, "host_peak")
-    if not math.isfinite(host):
-        host = number(run.about, "host_needed")
+    host, planned = number(run.summary, "host_peak"), ""
+    if not math.isfinite(host):  # only a run that came to its end has measured it
+        host, planned = number(run.about, "host_needed"), " planned"
     rows = []
-    for name, used, budget in (
-        ("device", device, number(run.about, "device_budget")),
-        ("host", host, number(run.about, "host_budget")),
+    for name, used, budget, how in (
+        ("device", device, number(run.about, "device_budget"), ""),
+        ("host", host, number(run.about, "host_budget"), planned),
     ):
         if used >= 0 and budget > 0:
-            text = f"{_size(used)} of {_size(budget)}"
+            text = f"{_size(used)}{how} of {_size(budget)}"
             rows.append(f"<tr><td>{name}</td><td>{escape(text)}</td><td>{bar(used / budget)}</td></tr>")
     if not rows:
         return section("Budgets", paragraph("The run has left no budgets (run.json)."))
