@@ -234,7 +234,7 @@ def test_snapshots_of_every_kind(tmp_path: Path, kind: str) -> None:
         with tz.parameters_on_meta():
             model = Small().requires_grad_(False)
         tz.offload(model, tiers)
-        tz.load_weights(model, tmp_path / "weights.safetensors", in_place=True)
+        tz.load(model, tmp_path / "weights.safetensors", in_place=True)
         tz.snapshot(model, None, "kind")
     else:
         model = tz.offload(plain, tiers)
