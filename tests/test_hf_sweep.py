@@ -19,7 +19,7 @@ from hf_training import generators_kept  # noqa: E402
 pytestmark = pytest.mark.usefixtures("kept", "one_thread")
 SAMPLE = (
     *("BartModel", "BloomModel", "DebertaV2Model", "LongT5Model", "RwkvModel"),
-    *("SwitchTransformersModel", "SwinModel", "ConvNextModel", "Data2VecAudioModel", "LEDModel", "XLNetModel"),
+    *("SwitchTransformersModel", "SwinModel", "ConvNextModel", "Data2VecAudioModel", "XLNetModel"),
 )
 
 

@@ -375,7 +375,7 @@ def test_frozen_parameters_that_stay_in_their_file(host: bool, tmp_path: Path) -
     tz.offload(model, tiers if host else tiers_for(plain, "nvme", tmp_path / "store"))
     run = Tiered.__new__(Tiered)
     try:
-        tz.load_weights(model, tmp_path / "base.safetensors", in_place=True)
+        tz.load(model, tmp_path / "base.safetensors", in_place=True)
         run.model, run.optimizer, run.engine = model, tz.AdamW(model.parameters(), **HYPER), tz.api.engine_of(model)
         train(run, 1)
         tz.snapshot(model, run.optimizer)
