@@ -136,7 +136,8 @@ def test_fifty_saves(tmp_path: Path) -> None:
             if number in (9, 49):
                 sizes.append((_resident(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
         assert sizes[1][0] - sizes[0][0] < 4 << 20  # 40 saves of 1 MB each
-        assert sizes[1][1:] <= sizes[0][1:]
+        assert sizes[1][1] <= sizes[0][1]
+        assert sizes[1][2] - sizes[0][2] < 8  # the loop's pool grows up to its size; a thread a save would be 40
         assert files_of(tmp_path / "saves") == ["48", "49"]
     torch.set_num_threads(1)
 

@@ -10,9 +10,9 @@ written. All that goes into one buffer is read at once, and some buffers are fil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -126,67 +126,85 @@ class Writer:
 
     def __init__(self, file: BlockFile) -> None:
         self.file = file
-        self._free: list[torch.Tensor] = [aligned_empty(BUFFER) for _ in range(BUFFERS)]
-        self._filling: list[asyncio.Task[None]] = []
+        self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
+        for _ in range(BUFFERS):
+            self._free.put_nowait(aligned_empty(BUFFER))
+        self._filling: set[asyncio.Task[None]] = set()
         self._writing: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
 
     async def write(self, section: Section) -> None:
         """Return when all items of the section have been read and their checksums are known; writes may still be under
-        way.
+        way. Several sections may be written at a time.
         """
         sums: dict[int, Sums] = {}
         for item in section.items:
             if item.stored is not None:
                 item.stored.sums = to_hex(await checksum_of(torch.frombuffer(bytearray(item.head), dtype=torch.uint8)))
+        mine = []
         for load in loads(section):
-            while not self._free:
-                await self._some()
-            self._filling.append(asyncio.ensure_future(self._fill(load, self._free.pop(), sums)))
-        while self._filling:
-            await self._some()
+            buffer = await self._free.get()
+            mine.append(self._begin(self._fill(load, buffer, sums), self._filling))
+        if mine:
+            await asyncio.wait(mine)
+        self._check()
         for item in section.items:
             if item.piece is not None:
                 item.piece.sums = to_hex(sums.get(id(item.piece), (0, 0)))
 
+    def _begin(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        among.add(task)
+        task.add_done_callback(among.discard)
+        return task
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     async def _fill(self, load: _Load, buffer: torch.Tensor, sums: dict[int, Sums]) -> None:
-        memory = memory_of(buffer)
-        for to, data in load.copies:
-            memory[to : to + len(data)] = data
-        end = round_up(load.used, PAGE)
-        buffer[load.used : end].zero_()
-        reads = [asyncio.ensure_future(_read(read, buffer)) for read in load.reads]
-        if reads:
-            await asyncio.wait(reads)
-            for error in [one.exception() for one in reads]:
-                if error is not None:
-                    raise error
-            for piece, found in await asyncio.to_thread(_sums, load.reads, buffer):
-                sums[piece] = combine(sums.get(piece, (0, 0)), found)
-        self._writing.add(asyncio.ensure_future(self._write(load.at, buffer, end)))
+        try:
+            self._check()
+            memory = memory_of(buffer)
+            for to, data in load.copies:
+                memory[to : to + len(data)] = data
+            end = round_up(load.used, PAGE)
+            buffer[load.used : end].zero_()
+            reads = [asyncio.ensure_future(_read(read, buffer)) for read in load.reads]
+            if reads:
+                await asyncio.wait(reads)
+                for error in [one.exception() for one in reads]:
+                    if error is not None:
+                        raise error
+                for piece, found in await asyncio.to_thread(_sums, load.reads, buffer):
+                    sums[piece] = combine(sums.get(piece, (0, 0)), found)
+        except BaseException as error:
+            self._gives_up(error, buffer)
+            return
+        self._begin(self._write(load.at, buffer, end), self._writing)
 
     async def _write(self, at: int, buffer: torch.Tensor, end: int) -> None:
-        await self.file.write(at, buffer[:end])
-        self._free.append(buffer)
+        try:
+            await self.file.write(at, buffer[:end])
+        except BaseException as error:
+            self._gives_up(error, buffer)
+            return
+        self._free.put_nowait(buffer)
 
-    async def _some(self) -> None:
-        """Wait until something is over, and raise what it failed with."""
-        done, _ = await asyncio.wait([*self._filling, *self._writing], return_when=asyncio.FIRST_COMPLETED)
-        self._filling = [task for task in self._filling if task not in done]
-        self._writing -= done
-        for error in [task.exception() for task in done]:  # all are seen, the first is raised
-            if error is not None:
-                raise error
+    def _gives_up(self, error: BaseException, buffer: torch.Tensor) -> None:
+        """The first error is the one that is told; nobody waits for this buffer in vain."""
+        self._error = self._error or error
+        self._free.put_nowait(buffer)
 
     async def finish(self) -> None:
         """Return when everything is written."""
-        while self._writing:
-            await self._some()
+        await self.abandon()
+        self._check()
 
     async def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it."""
         while self._filling or self._writing:
-            with suppress(Exception):
-                await self._some()
+            await asyncio.wait([*self._filling, *self._writing])
 
 
 async def _read(read: _Read, buffer: torch.Tensor) -> None:

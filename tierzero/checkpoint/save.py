@@ -30,6 +30,7 @@ from tierzero.api import open_engine
 from tierzero.checkpoint.contents import Contents, gather
 from tierzero.checkpoint.data_file import Section, Writer, lay_out
 from tierzero.checkpoint.frozen import Frozen, freeze, in_order
+from tierzero.checkpoint.frozen_unit import FrozenUnit
 from tierzero.checkpoint.index import DATA, INDEX, METADATA, Index, to_bytes
 from tierzero.checkpoint.metadata import metadata_bytes
 from tierzero.checkpoint.place import Place, next_sequence, prune
@@ -260,9 +261,7 @@ class Saving:
                     for unit in self._frozen:  # first what training waits for
                         await writer.write(sections[unit, True])
                         begun.append(unit)
-                    for unit in in_order(begun):
-                        await writer.write(sections[unit, False])
-                        self._frozen.unit_done(unit)
+                    await self._write_units(writer, begun, sections)
                     await writer.finish()
                 finally:
                     await writer.abandon()
@@ -274,6 +273,24 @@ class Saving:
             if io is not None:
                 io.close()
         await asyncio.to_thread(self._publish)
+
+    async def _write_units(self, writer: Writer, units: list[FrozenUnit], sections: dict[Any, Section]) -> None:
+        """What lies on the drive, two units at a time, so that its queue does not run dry between them."""
+
+        async def one(unit: FrozenUnit) -> None:
+            await writer.write(sections[unit, False])
+            self._frozen.unit_done(unit)
+
+        running: list[asyncio.Task[None]] = []
+        try:
+            for unit in in_order(units):
+                running.append(asyncio.ensure_future(one(unit)))
+                if len(running) == 2:
+                    await running.pop(0)
+            while running:
+                await running.pop(0)
+        finally:
+            await asyncio.gather(*running, return_exceptions=True)
 
     def _publish(self) -> None:
         index, directory = self.index, self._place.path
