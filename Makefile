@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find tierzero csrc -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.hpp')
 INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
+# one more than there are cores, as some wait for drives and other processes, but not over four
+PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
+
 # torch's threads that wait for others sleep, rather than spin on a core that another process of the tests needs
 TOGETHER := OMP_WAIT_POLICY=passive
 
@@ -19,7 +22,7 @@ demo: $(VENV)/.installed
 	$(BIN)/tierzero train --overwrite
 
 test: $(VENV)/.test-installed
-	$(TOGETHER) $(BIN)/pytest tests --numprocesses logical --maxprocesses 4 --dist worksteal
+	$(TOGETHER) $(BIN)/pytest tests --numprocesses $(PROCESSES) --dist worksteal
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/memory.py
