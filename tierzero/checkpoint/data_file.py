@@ -26,7 +26,7 @@ from tierzero.layout import PAGE, round_up
 from tierzero.tiers.base import BlockFile, aligned_empty, memory_of
 
 BUFFER = 4 << 20  # bytes
-BUFFERS = 6
+BUFFERS = 4
 MOST = 1 << 30  # bytes of a piece of a tensor, which is what stock readers hold in memory at a time
 
 
