@@ -31,7 +31,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     if state["numpy"] is not None:
         kind, keys, position, has_gauss, cached = state["numpy"]
         if np.random.get_state(legacy=False)["bit_generator"] != kind:
-            np.random.set_bit_generator(np.random.MT19937())
+            np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]
         np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all([_decode(one) for one in state["cuda"]])
