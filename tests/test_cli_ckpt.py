@@ -206,6 +206,18 @@ def test_damaged_and_partial_ones_are_listed(copy: Path) -> None:
     assert "truncated or damaged" in ckpt("ls", copy / "store", code=1)
 
 
+def test_one_that_cannot_be_read_hides_no_other(copy: Path) -> None:
+    """A store with a damaged manifest and an odd sequence number beside whole checkpoints."""
+    (copy / "store" / "manifest.json").write_text("{")
+    index = copy / "saved" / "step-1" / "tierzero.json"
+    index.write_bytes(index.read_bytes().replace(b'"sequence": 1', b'"sequence": "x"', 1))
+    found = {one["name"]: one["state"] for one in listed(copy)}
+    assert found == {"saved/step-1": "complete", "saved/step-2": "complete", "store": "damaged"}
+    assert "truncated or damaged" in ckpt("verify", copy, "--name", "store", code=1)
+    assert "store is not removed" in ckpt("rm", copy, "--name", "store", "--yes", code=2)
+    assert (copy / "store" / "data.bin").exists()
+
+
 def test_rm(copy: Path) -> None:
     """Asks, needs a name where it is not clear, leaves others alone; with its last snapshot a store goes."""
     saved = copy / "saved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 import tierzero as tz
+from tierzero.checkpoint.export import export_tensors
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 INDEX = "model.safetensors.index.json"
@@ -169,3 +171,28 @@ def test_blocks_of_any_size_are_written_whole(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == bytes(raw.numpy())
     with pytest.raises(FileExistsError):
         SequentialFile(tmp_path / "file")
+
+
+def test_what_a_header_cannot_hold(tmp_path: Path) -> None:
+    """Refused before anything is written: metadata that are no strings, a tensor called as the metadata are."""
+    with tiered(make(models.Net), tz.Tiers(host="64MiB", device="64MiB", compute="cpu")) as run:
+        with pytest.raises(TypeError, match="are strings by name"):
+            tz.export(run.model, tmp_path / "out", metadata={"step": 5})  # type: ignore[dict-item]
+        with pytest.raises(tz.TierzeroError, match="cannot hold a tensor called __metadata__"):
+            export_tensors({"__metadata__": torch.ones(1)}, tmp_path / "out")
+        assert list(tmp_path.glob("out/*")) == []
+
+
+def test_a_drive_that_fills_up_at_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that no index names are not left behind."""
+
+    def full(fd: int) -> None:
+        if "index.json" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with tiered(make(models.Net), tz.Tiers(host="64MiB", device="64MiB", compute="cpu")) as run:
+        monkeypatch.setattr("tierzero.checkpoint.export.os.fsync", full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            tz.export(run.model, tmp_path / "out", max_shard=4000)
+        assert str(caught.value.filename).endswith(".part")
+        assert list((tmp_path / "out").iterdir()) == []

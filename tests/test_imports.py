@@ -137,6 +137,7 @@ ROWS = [
         "checkpoint.reader",
         "checkpoint.refill",
     },
+    {"checkpoint.callers"},
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
     {"integrations.transformers", "integrations.lightning"},

@@ -45,6 +45,16 @@ def _nothing(*args: Any) -> None:
 _CALL = nn.Module._call_impl.__code__
 
 
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of `module` is on the Python stack of the caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_nested() -> bool:
     """Whether the module whose hook runs is running further up the Python stack too."""
     frame: FrameType | None = sys._getframe(1)

@@ -9,6 +9,7 @@ or states.<name>.<key> for a mapping of nothing but tensors (a module's); meta.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,14 +17,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tierzero.backward import in_backward
 from tierzero.checkpoint.frozen import Frozen
 from tierzero.checkpoint.frozen_unit import FrozenUnit, Source
+from tierzero.engine import Engine
 from tierzero.errors import TierzeroError
+from tierzero.modules import is_running
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
 from tierzero.optim.generic import WrappedOptimizer
 from tierzero.paged import Paged
 
+_SLOWEST = 1_000_000  # bytes per second, of the native engine
 EXTRA = "_extra_state"  # how torch ends the names of what get_extra_state() gives
 Path = tuple[str | int, ...]
 
@@ -93,8 +98,10 @@ class Contents:
         return key
 
 
-def optimizers_of(optimizer: Any) -> list[TieredOptimizer]:
-    """One optimizer or several as a list. TypeError for what is no optimizer of an offloaded model."""
+def optimizers_of(engine: Engine, optimizer: Any) -> list[TieredOptimizer]:
+    """One optimizer or several as a list. TypeError for what is no optimizer of an offloaded model, TierzeroError for
+    one that steps parameters of another model than `engine`'s, and for one that is given twice.
+    """
     several: list[Any] = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or [])]
     for one in several:
         if not isinstance(one, TieredOptimizer):
@@ -102,7 +109,22 @@ def optimizers_of(optimizer: Any) -> list[TieredOptimizer]:
                 f"{type(one).__name__} is no optimizer of an offloaded model: give those of tierzero.AdamW or "
                 "tierzero.wrap_optimizer as optimizer=, and others in states="
             )
+    if len({id(one) for one in several}) != len(several):
+        raise TierzeroError("an optimizer is given twice: list each of them once")
+    for unit, index in (home_of(p) for one in several for group in one.param_groups for p in group["params"]):
+        if unit.owner is not engine:
+            raise TierzeroError(
+                f"the optimizer steps {unit.names[index]} of another offloaded model: give the optimizers of this one"
+            )
     return several
+
+
+def check_outside(engine: Engine, model: nn.Module, doing: str) -> None:
+    """TierzeroError inside a forward or backward of the model, between its units and in hooks too."""
+    backward = bool(engine.hooks.backward.tasks) and in_backward()
+    if backward or is_running(model):
+        where = "backward" if backward else "forward"
+        raise TierzeroError(f"a {where} of the {type(model).__name__} goes on: {doing} outside of it")
 
 
 def made_by(optimizer: TieredOptimizer) -> str:
@@ -125,6 +147,30 @@ def others_of(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in params and not isinstance(value, Paged)}
 
 
+def checked_values(states: Any, meta: Any, keep: Any, limit: Any) -> dict[str, Any]:
+    """The meta values as they come back, whatever the caller does with them later. TypeError or ValueError for what
+    cannot be saved.
+    """
+    if keep is not None and not isinstance(keep, int):
+        raise TypeError(f"keep is a number of checkpoints or None, got {keep!r}")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be 1 or more, got {keep}: it counts the checkpoint that is being saved")
+    if type(limit) is not int or (limit != 0 and limit < _SLOWEST):
+        raise ValueError(f"limit is bytes per second, {_SLOWEST} or more, or 0 for none; got {limit!r}")
+    if not isinstance(states, Mapping | None) or not all(isinstance(name, str) for name in states or ()):
+        raise TypeError('states are objects by name: states={"scheduler": scheduler}')
+    if not isinstance(meta, Mapping | None):
+        raise TypeError(f"the meta values of a checkpoint are a dict, not {type(meta).__name__}")
+    try:
+        given: dict[str, Any] = json.loads(json.dumps(dict(meta or {})))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"the meta values of a checkpoint must be JSON (numbers, strings, lists, dicts): {error}. Give other "
+            "things as states="
+        ) from error
+    return given
+
+
 def gather(
     frozen: Frozen,
     model: nn.Module,
@@ -135,8 +181,8 @@ def gather(
     gradients: bool,
 ) -> Contents:
     """See Contents."""
-    found = Contents()
-    _groups(found, optimizers_of(optimizer))
+    found, optimizers = Contents(), optimizers_of(frozen.engine, optimizer)
+    _groups(found, optimizers)
     for name, value in others_of(model).items():
         if name.split(".")[-1] == EXTRA or not isinstance(value, torch.Tensor):
             found.add_object(("model", name), value)
@@ -145,12 +191,7 @@ def gather(
     for name, one in states.items():
         _state(found, name, one)
     found.add_object(("meta",), dict(meta))
-    stepped = {
-        home_of(param): one
-        for one in optimizers_of(optimizer)
-        for group in one.param_groups
-        for param in group["params"]
-    }
+    stepped = {home_of(param): one for one in optimizers for group in one.param_groups for param in group["params"]}
     scales: dict[str, tuple[float, float]] = {}
     for unit in frozen.units:
         found.units[unit] = {}

@@ -10,6 +10,7 @@ import io
 import math
 import pathlib
 import pickle
+import stat
 from collections.abc import Iterator
 from itertools import combinations, product
 from pathlib import Path
@@ -80,6 +81,8 @@ class Chunked(Stored):
     def __init__(self, path: Path, name: str, found: TensorStorageMetadata, storage: dict[Any, Any]) -> None:
         self.name = name
         self.dtype = found.properties.dtype
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"its dtype is a {type(self.dtype).__name__}")
         self.shape = tuple(int(size) for size in found.size)
         self.file = str(path / METADATA)
         self.chunks = [self._place(path, chunk, storage) for chunk in found.chunks]
@@ -105,9 +108,17 @@ class Chunked(Stored):
                 "torch.distributed.checkpoint and save it without"
             )
         try:
-            size = file.stat().st_size
+            there = file.stat()
         except OSError:
             raise FileNotFoundError(f"{file}, in which a part of {self.name} lies, is missing; copy it again") from None
+        size = there.st_size
+        if not stat.S_ISREG(there.st_mode):
+            raise StoreCorruptError(f"{file}, in which a part of {self.name} lies, is no regular file; copy it again")
+        if info.offset < 0 or info.length < 0:
+            raise StoreCorruptError(
+                f"{self.file} is said to hold a part of {self.name} of {info.length} bytes at byte {info.offset}; copy "
+                f"{path / METADATA} again"
+            )
         if size < info.offset + info.length:
             raise StoreCorruptError(
                 f"{file} is truncated: a part of {self.name} ends at byte {info.offset + info.length}, the file at "
@@ -202,9 +213,16 @@ def find_distributed(path: Path) -> dict[str, Stored]:
     """The tensors of the checkpoint directory `path` by their names there, each with its files checked to be there."""
     found = read_metadata(path)
     tensors: dict[str, Stored] = {}
+    if not isinstance(found.state_dict_metadata, dict):
+        raise StoreCorruptError(f"{path / METADATA} describes no tensors by name; copy it again")
     for name, entry in found.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            tensors[name] = Chunked(path, name, entry, found.storage_data)
+            try:
+                tensors[str(name)] = Chunked(path, name, entry, found.storage_data)
+            except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+                raise StoreCorruptError(
+                    f"{path / METADATA} describes {name} in no way that makes sense ({error}); copy it again"
+                ) from error
         elif not isinstance(entry, BytesStorageMetadata):
             raise StoreCorruptError(f"{path / METADATA} describes {name} as a {type(entry).__name__}; copy it again")
     return tensors

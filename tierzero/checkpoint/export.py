@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from torch import nn
 
 from tierzero.checkpoint.safetensors import DTYPES, INDEX, SINGLE, read_safetensors
 from tierzero.checkpoint.writer import SequentialFile
-from tierzero.errors import StoreCorruptError, StoreError, TierzeroError
+from tierzero.errors import StoreCorruptError, StoreError, TierzeroError, naming
 from tierzero.live import LiveParameter
 from tierzero.paged import Paged
 from tierzero.parts import read_in_parts, unit_of
@@ -92,15 +93,18 @@ def export_tensors(
     _check_room(folder, sum(shard.nbytes for shard in shards))
     folder.mkdir(parents=True, exist_ok=True)
     marks = {"format": "pt", _MARK: "export", **(metadata or {})}
+    if not all(isinstance(one, str) for pair in marks.items() for one in pair):
+        raise TypeError(f"the metadata of a safetensors file are strings by name, got {dict(metadata or {})!r}")
     names = _names(folder, len(shards))
-    parts = [folder / f".{name}.{os.getpid()}.part" for name in names]
+    token = f"{os.getpid()}-{secrets.token_hex(4)}"  # two exports may go on at once, in one process too
+    parts = [folder / f".{name}.{token}.part" for name in names]
     try:
         for shard, part in zip(shards, parts, strict=True):
             _write(part, shard, marks)
         if single:
             os.replace(parts[0], target)
         else:
-            _switch(folder, shards, parts, names, before)
+            _switch(folder, shards, parts, names, before, token)
         _sync(folder)
     finally:
         for part in parts:
@@ -118,6 +122,8 @@ def _shards(tensors: Mapping[str, Any], limit: int | None, copies: bool) -> list
                 f"{name} in the model's state dict is a {type(tensor).__name__}, which safetensors cannot hold; save "
                 "this model with torch.save(model.state_dict(), path)"
             )
+        if name == "__metadata__":
+            raise TierzeroError(f"a safetensors file cannot hold a tensor called {name}: rename it")
         if isinstance(tensor, LiveParameter):
             raise TierzeroError(f"{name} is in use by a forward or an `unsharded` block: export after it, not inside")
         if tensor.dtype not in DTYPES:
@@ -220,7 +226,9 @@ def _write(part: Path, shard: _Shard, marks: Mapping[str, str]) -> None:
         raise StoreCorruptError(f"{part} does not read back as it was written: check the drive, and export again")
 
 
-def _switch(folder: Path, shards: list[_Shard], parts: list[Path], names: list[str], before: list[Path]) -> None:
+def _switch(
+    folder: Path, shards: list[_Shard], parts: list[Path], names: list[str], before: list[Path], token: str
+) -> None:
     """Put the new files in the place of those `before`; see Note [one export or the other]."""
     if len(shards) > 1:
         for part, name in zip(parts, names, strict=True):
@@ -231,12 +239,20 @@ def _switch(folder: Path, shards: list[_Shard], parts: list[Path], names: list[s
             "metadata": {"total_size": sum(shard.nbytes for shard in shards), **({"tied": ties} if ties else {})},
             "weight_map": placed,
         }
-        fresh = folder / f".{INDEX}.{os.getpid()}.part"
-        fresh.write_text(json.dumps(index, indent=2) + "\n")
-        with open(fresh, "rb") as written:
-            os.fsync(written.fileno())
-        _sync(folder)
-        os.replace(fresh, folder / INDEX)
+        fresh = folder / f".{INDEX}.{token}.part"
+        try:
+            with naming(fresh), open(fresh, "w") as file:
+                file.write(json.dumps(index, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            _sync(folder)
+            os.replace(fresh, folder / INDEX)
+        except OSError:
+            for path in (folder / name for name in names):  # no index names them
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            fresh.unlink(missing_ok=True)
         (folder / SINGLE).unlink(missing_ok=True)
         kept = {INDEX, *names}
     else:

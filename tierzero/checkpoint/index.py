@@ -7,13 +7,16 @@ and is never unpickled here.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -24,6 +27,7 @@ METADATA = ".metadata"
 DATA = "__0_0.distcp"
 FORMAT = "tierzero checkpoint"
 VERSION = 1
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO)  # of what cannot be an index
 OURS = {INDEX, METADATA, DATA}  # the names of all files of a checkpoint
 
 
@@ -114,11 +118,22 @@ def to_bytes(index: Index) -> bytes:
 def read_head(directory: Path) -> dict[str, Any] | None:
     """The first line of a checkpoint's index; None if the directory holds no checkpoint of ours."""
     try:
-        with open(directory / INDEX, "rb") as file:
+        with _open(directory / INDEX) as file:
             head = json.loads(file.readline(1 << 20))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            raise
         return None
     return head if isinstance(head, dict) and head.get("format") == FORMAT else None
+
+
+def _open(path: Path) -> BinaryIO:
+    """A regular file for reading; OSError(EINVAL) for anything else, which may be a pipe that nobody writes to."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(fd, "rb")
 
 
 def read_index(directory: Path) -> Index:
@@ -129,9 +144,12 @@ def read_index(directory: Path) -> Index:
     """
     path = directory / INDEX
     try:
-        raw = path.read_bytes()
+        with _open(path) as file:
+            raw = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{directory} holds no tierzero checkpoint: there is no {INDEX} in it") from error
+    except OSError as error:
+        raise _damaged(path, str(error.strerror)) from error
     first, _, rest = raw.partition(b"\n")
     try:
         head = json.loads(first)
@@ -148,7 +166,7 @@ def read_index(directory: Path) -> Index:
         raise _damaged(path, "its checksum does not match: it is cut short or changed")
     try:
         index = _parse(head, json.loads(rest))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     for name, nbytes in index.files.items():
         _check_file(directory / name, nbytes)
@@ -157,11 +175,16 @@ def read_index(directory: Path) -> Index:
 
 def _check_file(path: Path, nbytes: int) -> None:
     try:
-        size = os.stat(path).st_size
+        found = os.stat(path)
     except FileNotFoundError as error:
         raise StoreCorruptError(
             f"{path}, a file of this checkpoint, is missing: copy the whole directory, or load another checkpoint"
         ) from error
+    except OSError as error:
+        raise _damaged(path, str(error.strerror)) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise _damaged(path, "it is no regular file")
+    size = found.st_size
     if size != nbytes:
         raise StoreCorruptError(
             f"{path} has {size} bytes and should have {nbytes}: it was not copied whole. Copy it again, or load "
@@ -180,30 +203,72 @@ def _parse(head: dict[str, Any], rest: dict[str, Any]) -> Index:
     tensors = {key: _tensor(*one) for key, one in rest["tensors"].items()}
     objects = {key: StoredObject(int(one[0]), int(one[1]), str(one[2])) for key, one in rest["objects"].items()}
     size = files[DATA]
-    ranges = [(key, p.at, p.nbytes) for key, one in tensors.items() for p in one.pieces]
-    for key, at, nbytes in [*ranges, *((key, one.start, one.length) for key, one in objects.items())]:
-        if at < 0 or nbytes < 0 or at + nbytes > size:
+    for key, one in tensors.items():
+        for p in one.pieces:
+            if not (0 <= p.start <= p.at and p.nbytes >= 0 and p.at + p.nbytes <= p.start + p.length <= size):
+                raise ValueError(f"{key} lies outside {DATA}")
+    for key, value in objects.items():
+        if value.start < 0 or value.length < 0 or value.start + value.length > size:
             raise ValueError(f"{key} lies outside {DATA}")
-    return Index(
-        head, files, tensors, objects, dict(rest["aliases"]), dict(rest["paths"]), dict(rest["meta"]), rest["extra"]
-    )
+    aliases, paths = dict(rest["aliases"]), dict(rest["paths"])
+    for other, key in aliases.items():
+        if not isinstance(key, str) or key not in tensors:
+            raise ValueError(f"{other} is said to be {key!r}, which is not there")
+    for key, path in paths.items():
+        if key not in tensors and key not in objects and key not in aliases:
+            raise ValueError(f"{key} is not there")
+        if not _is_path(path) or ".".join(map(str, path)) != key:
+            raise ValueError(f"{key} has the path {path!r}")
+    return Index(head, files, tensors, objects, aliases, paths, dict(rest["meta"]), _extra(rest["extra"], paths))
+
+
+def _is_path(path: Any) -> bool:
+    """Whether it is one of contents' Note [keys]."""
+    if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
+        return False
+    if path[0] == "optimizer":
+        return len(path) == 4 and (path[1] == "state" or (path[1] == "param_groups" and type(path[2]) is int))
+    return len(path) == 1 if path[0] == "meta" else len(path) > 1
+
+
+def _extra(extra: Any, paths: dict[str, Any]) -> dict[str, Any]:
+    """The engine's values, checked."""
+    groups = {path[2] for path in paths.values() if path[:2] == ["optimizer", "param_groups"]}
+    if (
+        not isinstance(extra["made_by"], list)
+        or groups != set(range(len(extra["made_by"])))
+        or not all(isinstance(one, str) for one in extra["made_by"])
+    ):
+        raise ValueError(f"{len(groups)} parameter groups were stepped by {extra['made_by']!r}")
+    for name, pair in dict(extra["scales"]).items():
+        if len(pair) != 2 or not all(isinstance(one, int | float) for one in pair):
+            raise ValueError(f"the gradient of {name} waits for {pair!r}")
+    return dict(extra)
+
+
+def _sizes(shape: Sequence[Any]) -> tuple[int, ...]:
+    """A shape. ValueError for one that no tensor can have."""
+    if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise ValueError(f"the shape {shape!r}")
+    return tuple(shape)
 
 
 def _tensor(dtype: str, shape: Sequence[int], pieces: Sequence[Any]) -> StoredTensor:
     kind = getattr(torch, dtype)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype} is no dtype")
+    if not isinstance(kind, torch.dtype) or dtype.startswith(("q", "bit")):
+        raise ValueError(f"{dtype} is no dtype that is saved")
     found = [
         Piece(tuple(p[0]), tuple(p[1]), int(p[2]), int(p[3]), int(p[4]), int(p[5]), int(p[6]), str(p[7]))
         for p in pieces
     ]
-    stored = StoredTensor(kind, tuple(int(size) for size in shape), found)
+    stored = StoredTensor(kind, _sizes(shape), found)
     numel = 1
     for size in stored.shape:
         numel *= size
     first = 0
     for piece in found:
-        if piece.first != first or piece.nbytes % kind.itemsize:
+        _sizes(piece.offsets)
+        if piece.first != first or piece.nbytes != prod(_sizes(piece.sizes)) * kind.itemsize:
             raise ValueError("the pieces of a tensor do not follow each other")
         first += piece.nbytes // kind.itemsize
     if first != numel:

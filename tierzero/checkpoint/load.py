@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from tierzero.api import open_engine
-from tierzero.checkpoint.contents import EXTRA, made_by, optimizers_of, others_of
+from tierzero.checkpoint.callers import CallersStates
+from tierzero.checkpoint.contents import EXTRA, check_outside, made_by, optimizers_of, others_of
 from tierzero.checkpoint.frozen_unit import MOMENTS
-from tierzero.checkpoint.index import StoredTensor, read_head
-from tierzero.checkpoint.randomness import set_random_state
+from tierzero.checkpoint.index import INDEX, StoredTensor, read_head
+from tierzero.checkpoint.randomness import random_state, set_random_state
 from tierzero.checkpoint.reader import Reader
 from tierzero.checkpoint.refill import MASTER, refill_params, refill_states
 from tierzero.checkpoint.weights import load_weights
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
-from tierzero.errors import TierzeroError
+from tierzero.errors import ConfigError, StoreCorruptError, TierzeroError
 from tierzero.generic import Kept
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
@@ -63,6 +64,7 @@ def load(
     of both: load again.
     """
     engine = open_engine(model)
+    check_outside(engine, engine.model() or model, "load")
     directory = Path(path)
     if read_head(directory) is None:
         if optimizer is not None or states:
@@ -78,7 +80,7 @@ def load(
             "strict= and in_place= out"
         )
     with engine.metrics.inside(SAVE, "save", f"load {path}"), Reader(directory) as reader, torch.no_grad():
-        return Loading(engine, model, reader, optimizers_of(optimizer), dict(states or {})).run(random, verify)
+        return Loading(engine, model, reader, optimizers_of(engine, optimizer), dict(states or {})).run(random, verify)
 
 
 class Loading:
@@ -97,7 +99,7 @@ class Loading:
         self.reader = reader
         self.index = reader.index
         self.optimizers = optimizers
-        self.states = states
+        self.states = CallersStates(reader, states, self._differs)
         self.where = reader.path.parent
 
     def run(self, random: bool, verify: bool) -> dict[str, Any]:
@@ -106,23 +108,24 @@ class Loading:
         self._check_model()
         groups = self._groups()
         self._check_states()
+        random = random and bool(self.optimizers) and "random" in self.index.extra
+        if random:
+            self._check_random()
         if verify:
             for _ in self.reader.verify():
                 pass
         self._take(groups)
         gradients = self._gradients() if self.optimizers else 0
-        for name, one in self.states.items():
-            self._restore(name, one)
-        extra = self.index.extra
-        if self.optimizers and random and "random" in extra:
-            set_random_state(extra["random"])
+        self.states.restore()
+        if random:
+            set_random_state(self.index.extra["random"])
         log.info(
             "loaded %s: %d tensors of the model%s%s%s",
             self.where,
             sum(key.startswith("model.") for key in self.index.tensors),
             f", {len(self.optimizers)} optimizer(s)" if self.optimizers else ", no optimizer",
             f", {gradients} accumulated gradients" if gradients else "",
-            f", states {', '.join(self.states)}" if self.states else "",
+            f", states {', '.join(states)}" if (states := self.states.states) else "",
         )
         return self.index.meta
 
@@ -177,7 +180,9 @@ class Loading:
             if theirs_by != made_by(one):
                 raise self._differs(f"its parameter group {number} was stepped by {theirs_by}, not by {made_by(one)}")
             names = [unit.names[index] for unit, index in map(home_of, group["params"])]
-            theirs = saved[number].pop("params")
+            theirs = saved.get(number, {}).pop("params", None)
+            if not isinstance(theirs, list):
+                raise self._differs(f"its parameter group {number} names no parameters")
             for name, other in zip(names, theirs, strict=False):
                 if name != other and self.index.aliases.get(f"model.{name}") != f"model.{other}":
                     raise self._differs(f"parameter group {number} has {other} where the optimizer has {name}")
@@ -190,22 +195,36 @@ class Loading:
         return found
 
     def _check_states(self) -> None:
+        adam = all(isinstance(one, AdamW) for one in self.optimizers)
         for name, parts in self._of_optimizer.items() if self.optimizers else ():
             param = self.index.tensors.get(f"model.{name}")
             for part in (MASTER, *MOMENTS):
                 stored = self.index.tensors.get(parts.get(part, ""))
                 if stored is not None and (param is None or stored.shape != param.shape):
                     raise self._differs(f"{part} of {name} has the shape {stored.shape}")
-        for name in self.states:
-            if not self._of_state(name) and f"states.{name}" not in self.index.objects:
-                there = sorted({str(path[1]) for path in self.index.paths.values() if path[0] == "states"})
-                raise self._differs(f"it has no state {name!r}, only {', '.join(there) or 'none'}")
+            step = self.index.tensors.get(parts.get("step", ""))
+            if adam and step is not None and step.shape:
+                raise self._differs(f"the step count of {name} has the shape {step.shape}")
+        for key, stored in self.index.tensors.items() if self.optimizers else ():
+            kind, _, name = key.partition(".")
+            param = self.index.tensors.get(f"model.{name}")
+            fits = param is not None and stored.shape == param.shape and name in self.index.extra["scales"]
+            if kind == "gradients" and not fits:
+                raise self._differs(f"it has a gradient of {name} that is not one")
+        self.states.check()
 
-    def _of_state(self, name: str) -> dict[str, str]:
-        """The tensors of a state: their keys by their names in it."""
-        return {
-            str(path[2]): key for key, path in self.index.paths.items() if path[:2] == ["states", name] and path[2:]
-        }
+    def _check_random(self) -> None:
+        """StoreCorruptError for what is no state of random generators; those of this process stay."""
+        before = random_state()
+        try:
+            set_random_state({key: one for key, one in self.index.extra["random"].items() if key != "cuda"})
+        except Exception as error:  # of values that mean nothing: many kinds
+            raise StoreCorruptError(
+                f"{self.where / INDEX} holds no state of random generators ({type(error).__name__}: {error}): copy it "
+                "again, or load it with random=False"
+            ) from error
+        finally:
+            set_random_state(before)
 
     # -- putting back --------------------------------------------------------------------------------------------------
 
@@ -214,7 +233,11 @@ class Loading:
         members: dict[Unit, dict[int, TieredOptimizer]] = {}
         for one in self.optimizers:
             count = len(one.param_groups)
-            take_groups(one, groups[:count])
+            try:
+                take_groups(one, groups[:count])
+            except (TypeError, ValueError, KeyError) as error:
+                what = self._differs(f"its hyper-parameters do not fit {made_by(one)} ({error})")
+                raise ConfigError(str(what)) from error
             groups = groups[count:]
             for unit, index in (home_of(param) for group in one.param_groups for param in group["params"]):
                 members.setdefault(unit, {})[index] = one
@@ -285,24 +308,14 @@ class Loading:
                 name = self._canonical(unit, index)
                 if f"gradients.{name}" not in self.index.tensors:
                     unit.rest[index].grad = None
+                    unit.unscaled[index] = unit.coef[index] = 1.0
+                    unit.norms = None
                     continue
                 unit.publish_grad(index).copy_(self.reader.tensor(f"gradients.{name}"))
                 unit.unscaled[index], unit.coef[index] = self.index.extra["scales"][name]
                 unit.norms = None
                 count += 1
         return count
-
-    def _restore(self, name: str, one: Any) -> None:
-        keys = self._of_state(name)
-        if not keys:
-            one.load_state_dict(self.reader.object(f"states.{name}"))
-            return
-        there = one if isinstance(one, Mapping) else one.state_dict()
-        for inner, key in keys.items():
-            target = there.get(inner)
-            if not isinstance(target, torch.Tensor) or tuple(target.shape) != self.index.tensors[key].shape:
-                raise self._differs(f"the state {name!r} has {inner} otherwise")
-            target.copy_(self.reader.tensor(key))
 
 
 def take_groups(optimizer: TieredOptimizer, groups: list[dict[str, Any]]) -> None:

@@ -40,11 +40,8 @@ class Place:
         self.check()
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target.parent)
-        self.path = _beside(target)
-        self.path.mkdir()
         self._published = False
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path, self._lock = _locked_beside(target)
 
     def check(self) -> None:
         """StoreError if the target may not be written."""
@@ -85,11 +82,18 @@ class Place:
         if _is_checkpoint(self.target):
             old = _swap(self.path, self.target)
         else:
-            os.rename(self.path, self.target)
+            try:
+                os.rename(self.path, self.target)
+            except OSError:
+                self.check()  # another save may have been faster
+                raise
         self._published = True
         sync_directory(str(self.target.parent))
         if old is not None:
-            remove(old)
+            try:
+                remove(old)
+            except OSError as error:  # the new one is there
+                log.warning("%s could not be removed: %s", old, error)
 
     def close(self) -> None:
         """Give up the lock, and what was not published. Harmless when closed."""
@@ -113,20 +117,28 @@ def checkpoints_in(parent: Path) -> list[tuple[int, Path]]:
     found = []
     for path in parent.iterdir():
         if not _BESIDE.fullmatch(path.name) and _is_directory(path):
-            head = read_head(path)
-            if head is not None:
-                found.append((int(head.get("sequence", 0)), path))
+            with suppress(OSError):  # one that goes away meanwhile, or is no business of ours
+                head = read_head(path)
+                if head is not None:
+                    number = head.get("sequence")
+                    found.append((number if type(number) is int else 0, path))
     return sorted(found)
 
 
 def prune(parent: Path, keep: int) -> None:
     """Delete all but the last `keep` checkpoints in `parent`. One with files of somebody else is kept, and said so."""
     for _, path in checkpoints_in(parent)[:-keep]:
-        others = strange(path)
+        try:
+            others = strange(path)
+            if not others:
+                discard(path)
+        except FileNotFoundError:
+            continue  # another process has deleted it
+        except OSError as error:  # what was saved is there all the same
+            log.warning("%s could not be deleted: %s", path, error)
+            continue
         if others:
             log.warning("%s is not deleted: it contains %s, which no save has written", path, others[0])
-            continue
-        discard(path)
 
 
 def sweep(parent: Path) -> None:
@@ -135,20 +147,66 @@ def sweep(parent: Path) -> None:
     """
     for path in sorted(parent.iterdir()):
         match = _BESIDE.fullmatch(path.name)
-        if match is None or not _is_directory(path) or strange(path):
+        if match is None or not _is_directory(path):
             continue
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            named = parent / match[1]
-            if _is_whole(path) and not os.path.lexists(named):
-                os.rename(path, named)
-            else:
-                remove(path)
-        except BlockingIOError:
-            continue  # a save that goes on
-        finally:
+            _sweep_one(path, parent / match[1])
+        except (BlockingIOError, FileNotFoundError):
+            continue  # a save that goes on, or somebody else was faster
+        except OSError as error:
+            log.warning("%s, which a save has left, could not be removed: %s", path, error)
+
+
+def _sweep_one(path: Path, named: Path) -> None:
+    if strange(path):
+        return
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _leads_to(path, lock):
+            return  # published, or swept by another process, since it was listed
+        if _is_whole(path) and not os.path.lexists(named):
+            os.rename(path, named)
+        else:
+            remove(path)
+    finally:
+        os.close(lock)
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    """Whether the directory that is open as `fd` is still at `path`."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _locked_beside(target: Path) -> tuple[Path, int]:
+    """A new directory beside `target`, and the lock on it."""
+    while True:
+        path = _beside(target)
+        try:
+            path.mkdir()
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise OSError(
+                    error.errno,
+                    "the name is too long: while it is written, a checkpoint's is 27 bytes longer. Use a shorter one",
+                    str(target),
+                ) from None
+            raise
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # a sweep has taken it for one that was left
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _leads_to(path, lock):
+                return path, lock
+        except BaseException:
             os.close(lock)
+            raise
+        os.close(lock)
 
 
 def written_beside(path: Path) -> str | None:
@@ -169,7 +227,8 @@ def remove(path: Path) -> None:
     for name in (INDEX, *sorted(OURS - {INDEX})):
         with suppress(FileNotFoundError):
             (path / name).unlink()
-    path.rmdir()
+    with suppress(FileNotFoundError):  # another process does the same
+        path.rmdir()
 
 
 def _beside(path: Path) -> Path:

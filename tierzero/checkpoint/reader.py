@@ -57,7 +57,13 @@ class Reader:
         raw = torch.empty(stored.length, dtype=torch.uint8)
         self.fill(stored.start, raw, key)
         self.compare(key, stored.sums, checksum(raw), stored.start, stored.length)
-        return torch.load(io.BytesIO(bytes(memory_of(raw))), weights_only=True)
+        try:
+            return torch.load(io.BytesIO(bytes(memory_of(raw))), weights_only=True)
+        except Exception as error:  # of what torch.save has not written: many kinds, and long advice
+            raise StoreCorruptError(
+                f"{key} ({stored.length} bytes at {stored.start} of {self.path}) is no value that is loaded safely "
+                f"({type(error).__name__}): the file is not what was written. Copy it again, or load another checkpoint"
+            ) from error
 
     def verify(self) -> Iterator[tuple[str, int]]:
         """Compare everything with its checksum, in the order of the file; gives (key, bytes) of each thing that is

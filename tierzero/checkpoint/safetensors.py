@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, SafeTensor], dict[str, str]]
     Raises FileNotFoundError for a file that is not there, and StoreCorruptError for one that is not whole.
     """
     try:
-        size = os.stat(path).st_size
+        there = os.stat(path)
+        if not stat.S_ISREG(there.st_mode):  # a pipe would wait for somebody to write
+            raise StoreCorruptError(f"{path} is no regular file; check the path, or copy it again")
+        size = there.st_size
         with open(path, "rb") as source:
             start = source.read(8)
             length = int.from_bytes(start, "little")

@@ -12,7 +12,6 @@ import asyncio
 import concurrent.futures.thread  # noqa: F401, registers its own end, which then comes after ours
 import datetime
 import errno
-import json
 import logging
 import os
 import threading
@@ -27,7 +26,7 @@ from torch import nn
 
 import tierzero
 from tierzero.api import open_engine
-from tierzero.checkpoint.contents import Contents, gather
+from tierzero.checkpoint.contents import Contents, check_outside, checked_values, gather
 from tierzero.checkpoint.data_file import Section, Writer, lay_out
 from tierzero.checkpoint.frozen import Frozen, freeze, in_order
 from tierzero.checkpoint.frozen_unit import FrozenUnit
@@ -37,7 +36,7 @@ from tierzero.checkpoint.place import Place, next_sequence, prune
 from tierzero.checkpoint.randomness import random_state
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
-from tierzero.errors import naming
+from tierzero.errors import TierzeroError, naming
 from tierzero.native import NATIVE
 from tierzero.tiers.base import open_block_file
 
@@ -79,18 +78,11 @@ def save(
     room; and what an earlier save of the model failed with, if nobody has seen that.
     """
     engine = open_engine(model)
+    check_outside(engine, engine.model() or model, "save")
+    engine.hooks.arrivals.check(engine.model() or model, trained=False)
+    given = checked_values(states, meta, keep, limit)
     if engine.last_save is not None:
         engine.last_save.result()
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep must be 1 or more, got {keep}: it counts the checkpoint that is being saved")
-    given = dict(meta or {})
-    try:
-        json.dumps(given)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"the meta values of a checkpoint must be JSON (numbers, strings, lists, dicts): {error}. Give other "
-            "things as states="
-        ) from error
     with engine.metrics.inside(SAVE, "save", f"save {path}"):
         place = Place(Path(os.path.abspath(path)), overwrite)
         try:
@@ -106,7 +98,12 @@ def save(
         except BaseException:
             place.close()
             raise
-        saving.begin()
+        try:
+            saving.begin()
+        except TierzeroError:  # the engine was closed meanwhile
+            if not saving.begun:
+                saving.give_up()
+            raise
         if wait:
             saving.result()
     return saving
@@ -162,6 +159,21 @@ class Saving:
         self._engine.run(self._first_over())
         if self._done and self._error is not None:
             self.result()
+
+    @property
+    def begun(self) -> bool:
+        """Whether it goes on, or did."""
+        return self._task is not None
+
+    def give_up(self) -> None:
+        """Leave nothing of a save that could not begin."""
+        _RUNNING.discard(self)
+        with suppress(ValueError):
+            self._engine.closing.remove(self.finish)
+        self._engine.last_save = None
+        self._give_up_place()
+        with suppress(TierzeroError):  # closed: nothing is held
+            self._frozen.release()
 
     async def _first_over(self) -> None:
         assert self._free_to_go is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tierzero.errors import ConfigError, StoreBusyError
+from tierzero.errors import ConfigError, StoreBusyError, StoreCorruptError
 
 COMPLETE, DAMAGED, PARTIAL, BEING_WRITTEN = "complete", "damaged", "partial", "being written"
 
@@ -85,3 +86,34 @@ class Entry(ABC):
         user = self.user()
         if user:
             raise StoreBusyError(f"{self.name} in {self.path} is in use by {user}: stop that run first")
+
+
+class Unreadable(Entry):
+    """A directory that says that it is a checkpoint and cannot be read as one; `problem` says why."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__("unknown", path.name, path, DAMAGED, os.stat(path).st_mtime, problem=problem)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """See Entry."""
+        return []
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """See Entry."""
+        yield from ()
+
+    def verify(self) -> Iterator[tuple[str, int]]:
+        """See Entry."""
+        raise StoreCorruptError(self.problem)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """See Entry."""
+        raise StoreCorruptError(self.problem)
+
+    def user(self) -> str:
+        """See Entry."""
+        return ""
+
+    def remove(self) -> None:
+        """See Entry. It is not known whose it is."""
+        raise ConfigError(f"{self.path} is not removed: {self.problem}")

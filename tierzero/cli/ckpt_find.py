@@ -11,10 +11,10 @@ from tierzero import manifest as manifests
 from tierzero import members
 from tierzero.checkpoint import place
 from tierzero.checkpoint.index import INDEX
-from tierzero.cli.ckpt_entry import COMPLETE, Entry
+from tierzero.cli.ckpt_entry import COMPLETE, Entry, Unreadable
 from tierzero.cli.ckpt_portable import Portable
 from tierzero.cli.ckpt_snapshot import snapshots_in
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, TierzeroError
 
 _DEPTH = 2  # how far below a path to look: out/checkpoint-500/tierzero is a checkpoint in `out`
 
@@ -38,7 +38,12 @@ def find(path: Path) -> list[Entry]:
 
 def _below(path: Path, base: Path, depth: int) -> Iterator[Entry]:
     """What `path` is, or else what the directories in it are."""
-    here = list(_at(path, base))
+    try:
+        here = list(_at(path, base))
+    except (OSError, TierzeroError) as error:
+        if path == base:
+            raise
+        here = [Unreadable(path, str(error))]  # which keeps nobody from seeing the others
     yield from here
     if not here and depth:
         for child in sorted(path.iterdir()):

@@ -43,6 +43,8 @@ class Portable(Entry):
             self.nbytes = sum(one.stat().st_size for one in path.iterdir() if one.is_file())
         head = read_head(path) or {}
         self.facts = {key: head[key] for key in ("tierzero", "torch", "created", "sequence") if key in head}
+        if type(head.get("sequence")) is not int:
+            self.facts.pop("sequence", None)
         with suppress(KeyError, TypeError, ValueError):
             self.created = datetime.datetime.fromisoformat(head["created"]).timestamp()
         if self._index is not None:
