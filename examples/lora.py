@@ -1,4 +1,4 @@
-"""Train a LoRA adapter over a frozen model that is larger than memory.
+"""Train a LoRA adapter over a frozen model that is larger than the device (docs/models.md: larger than memory).
 
     python lora.py --model ./Llama-3.2-1B --text notes.txt --nvme /mnt/nvme0/tz --host 16GiB --device 4GiB
 

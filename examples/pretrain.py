@@ -51,18 +51,18 @@ def main() -> None:
     parser.add_argument("--device", default="4MiB", help="device memory for parameters")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the directory")
+    parser.add_argument("--overwrite", action="store_true", help="give up the checkpoint in the directory")
     args = parser.parse_args()
-
     with torch.device("meta"):  # shapes only
         model = Decoder(args.layers, args.width, context=64)
-    tz.offload(model, tz.Tiers(nvme=args.nvme, host=args.host, device=args.device), resume=args.resume)
+    tiers = tz.Tiers(nvme=args.nvme, host=args.host, device=args.device)
+    tz.offload(model, tiers, resume=args.resume, overwrite=args.overwrite)
     opt = tz.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     text = torch.tensor(list(Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes()))
     torch.manual_seed(0)
     if not args.resume:
         tz.initialize(model)  # one unit at a time, the values of the plain model under the same seed
     first = tz.restore(model, opt)["step"] if args.resume else 0
-
     for step in range(first, first + args.steps):
         draw = torch.Generator().manual_seed(step)  # the place in the data is the step, in a resumed run too
         starts = torch.randint(len(text) - 64, (8,), generator=draw).tolist()

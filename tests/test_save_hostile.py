@@ -312,11 +312,11 @@ def test_many_processes_in_one_place(tmp_path: Path) -> None:
         try:
             for number in range(30):
                 place = Place(tmp_path / f"{rank}-{number}", overwrite=False)
-                head = {"format": "tierzero checkpoint", "sequence": number}
+                head = {"format": "tierzero checkpoint", "sequence": number, "run": "a"}
                 (place.path / "tierzero.json").write_text(json.dumps(head))
                 if number % 3:
                     place.publish()
-                    prune(tmp_path, 3)
+                    prune(tmp_path, 3, "a")
                 place.close()
         except BaseException as error:
             failed.append(error)

@@ -54,6 +54,7 @@ def offload(
     directory, OSError for a full disk, ValueError for micro_batches below 1; the model is then unchanged.
     """
     if any(place_of(param) is not None for param in model.parameters()):
+        open_engine(model)
         raise TierzeroError(
             "this model, or a part of it, is offloaded already; offload a model once, before anything else"
         )

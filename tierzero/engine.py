@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 import weakref
 from collections.abc import Coroutine
 from functools import partial
@@ -96,6 +97,7 @@ class Engine:
             _take_apart(self.at_end, self._pid)
             raise
         self.started = time.monotonic()
+        self.lineage = uuid.uuid4().hex  # what the checkpoints of one run have in common, over its continuations
         ENGINES.add(self)
         self._finalizer = weakref.finalize(self, _take_apart, self.at_end, self._pid)
 

@@ -19,7 +19,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tierzero.errors import StoreBusyError, StoreError
 
@@ -116,8 +116,14 @@ class DirectoryLock:
                 try:
                     if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                         holder = Holder.parse(os.pread(fd, 1 << 20, 0))
+                        where = os.path.dirname(self.path)
+                        if holder == replace(Holder.here(), started=holder.started):
+                            raise StoreBusyError(
+                                f"the store {where} is held by another model of this process: tierzero.close() that "
+                                "one, or give this one a directory of its own"
+                            ) from None
                         raise StoreBusyError(
-                            f"the store {os.path.dirname(self.path)} is held by a living process ({holder}): "
+                            f"the store {where} is held by a living process ({holder}): "
                             "stop that run, close its store, or give this one a directory of its own"
                         ) from None
                     raise self._refused(error) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 
 from tierzero.checkpoint.reader import Reader
 from tierzero.errors import TierzeroError
+
+log = logging.getLogger("tierzero")
 
 
 class CallersStates:
@@ -34,6 +38,17 @@ class CallersStates:
         """Put all of them back."""
         for name, one in self.states.items():
             self._restore(name, one)
+
+    def tell_unasked(self, where: Path) -> None:
+        """A line about saved states that nobody has asked for."""
+        saved = {str(path[1]) for path in self.reader.index.paths.values() if path[0] == "states"}
+        unasked = sorted(saved - self.states.keys())
+        if unasked:
+            log.warning(
+                "the checkpoint %s also has the states %s, which load() was not given: what they belong to begins anew",
+                where,
+                ", ".join(unasked),
+            )
 
     def _check(self, name: str, one: Any) -> None:
         keys = self._of_state(name)

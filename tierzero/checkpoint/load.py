@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from tierzero.checkpoint.callers import CallersStates
 from tierzero.checkpoint.contents import EXTRA, check_outside, made_by, optimizers_of, others_of
 from tierzero.checkpoint.frozen_unit import MOMENTS
 from tierzero.checkpoint.index import INDEX, StoredTensor, read_head
+from tierzero.checkpoint.place import check_not_above
 from tierzero.checkpoint.randomness import random_state, set_random_state
 from tierzero.checkpoint.reader import Reader
 from tierzero.checkpoint.refill import MASTER, refill_params, refill_states
@@ -66,7 +68,10 @@ def load(
     engine = open_engine(model)
     check_outside(engine, engine.model() or model, "load")
     directory = Path(path)
+    if not directory.exists():
+        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint and no weights to load", str(path))
     if read_head(directory) is None:
+        check_not_above(directory)
         if optimizer is not None or states:
             raise TierzeroError(
                 f"{directory} is no checkpoint that tierzero.save has written, so it has no optimizer states to go on "
@@ -119,6 +124,9 @@ class Loading:
         self.states.restore()
         if random:
             set_random_state(self.index.extra["random"])
+        if self.optimizers:
+            self.engine.lineage = str(self.index.head.get("run", self.engine.lineage))
+            self.states.tell_unasked(self.where)
         log.info(
             "loaded %s: %d tensors of the model%s%s%s",
             self.where,

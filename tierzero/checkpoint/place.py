@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tierzero.checkpoint.index import INDEX, METADATA, OURS, read_head, read_index
-from tierzero.errors import StoreError, TierzeroError
+from tierzero.errors import StoreError, TierzeroError, naming
 from tierzero.manifest import sync_directory
 
 log = logging.getLogger("tierzero")
@@ -112,22 +112,34 @@ def next_sequence(parent: Path) -> int:
     return 1 + max((number for number, _ in checkpoints_in(parent)), default=0)
 
 
-def checkpoints_in(parent: Path) -> list[tuple[int, Path]]:
-    """(sequence, directory) of the checkpoints in `parent`, oldest first."""
+def checkpoints_in(parent: Path, run: str | None = None) -> list[tuple[int, Path]]:
+    """(sequence, directory) of the checkpoints in `parent`, oldest first; with `run`, of that run's."""
     found = []
     for path in parent.iterdir():
         if not _BESIDE.fullmatch(path.name) and _is_directory(path):
             with suppress(OSError):  # one that goes away meanwhile, or is no business of ours
                 head = read_head(path)
-                if head is not None:
+                if head is not None and run in (None, head.get("run")):
                     number = head.get("sequence")
                     found.append((number if type(number) is int else 0, path))
     return sorted(found)
 
 
-def prune(parent: Path, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints in `parent`. One with files of somebody else is kept, and said so."""
-    for _, path in checkpoints_in(parent)[:-keep]:
+def check_not_above(directory: Path) -> None:
+    """TierzeroError naming the checkpoints in `directory`, if it holds some, which one of them was meant by."""
+    inside = [path.name for _, path in checkpoints_in(directory)] if directory.is_dir() else []
+    if inside:
+        raise TierzeroError(
+            f"{directory} is no checkpoint, but contains some: name one of {', '.join(inside[-4:])} (the last is the "
+            "youngest)"
+        )
+
+
+def prune(parent: Path, keep: int, run: str) -> None:
+    """Delete all but the last `keep` checkpoints of `run` in `parent`. One with files of somebody else is kept, and
+    said so.
+    """
+    for _, path in checkpoints_in(parent, run)[:-keep]:
         try:
             others = strange(path)
             if not others:
@@ -267,3 +279,23 @@ def _swap(new: Path, target: Path) -> Path:
     os.rename(target, old)
     os.rename(new, target)
     return old
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A new file with these bytes, on the drive when it returns."""
+    with naming(path), open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def named_full(error: BaseException, path: Path) -> BaseException:
+    """`error`, or for a full disk one that says which checkpoint was not written."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename != str(path):
+        return OSError(
+            error.errno,
+            f"the drive is full, so the checkpoint was not written ({error.strerror}); earlier ones are as they were. "
+            "Delete old ones or save to another drive",
+            str(path),
+        )
+    return error

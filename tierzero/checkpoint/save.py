@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures.thread  # noqa: F401, registers its own end, which then comes after ours
 import datetime
-import errno
 import logging
 import os
 import threading
@@ -32,11 +31,11 @@ from tierzero.checkpoint.frozen import Frozen, freeze, in_order
 from tierzero.checkpoint.frozen_unit import FrozenUnit
 from tierzero.checkpoint.index import DATA, INDEX, METADATA, Index, to_bytes
 from tierzero.checkpoint.metadata import metadata_bytes
-from tierzero.checkpoint.place import Place, next_sequence, prune
+from tierzero.checkpoint.place import Place, named_full, next_sequence, prune, write_durably
 from tierzero.checkpoint.randomness import random_state
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
-from tierzero.errors import TierzeroError, naming
+from tierzero.errors import TierzeroError
 from tierzero.native import NATIVE
 from tierzero.tiers.base import open_block_file
 
@@ -69,7 +68,8 @@ def save(
     plain values. meta: JSON values (the position in the data), which `load` returns. gradients: also the `.grad` of the
     parameters, so that a run can be saved between the micro-batches of a step; without effect after zero_grad().
     random: also the state of the random generators of torch, CUDA, Python and NumPy.
-    keep: delete all but the last `keep` checkpoints in the directory above once this one, which counts, is durable.
+    keep: delete all but the last `keep` checkpoints of this run in the directory above once this one, which counts, is
+    durable. A run is what has saved them, with all that has loaded them to go on; those of other runs stay.
     overwrite: replace a checkpoint of that name. What is no checkpoint of this package is never replaced or deleted.
     wait: return when it is done. limit: bytes per second to write at most, 0: no limit.
 
@@ -81,6 +81,8 @@ def save(
     check_outside(engine, engine.model() or model, "save")
     engine.hooks.arrivals.check(engine.model() or model, trained=False)
     given = checked_values(states, meta, keep, limit)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"the path comes second, then the optimizer: save(model, path, optimizer), not {path!r:.40}")
     if engine.last_save is not None:
         engine.last_save.result()
     with engine.metrics.inside(SAVE, "save", f"save {path}"):
@@ -137,6 +139,7 @@ class Saving:
         self._free_to_go: asyncio.Event | None = None  # the caller's own tensors are written
         head = {
             "sequence": next_sequence(place.target.parent),
+            "run": engine.lineage,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "tierzero": tierzero.__version__,
             "torch": torch.__version__,
@@ -223,7 +226,7 @@ class Saving:
             seconds, size = time.monotonic() - began, self.index.head["bytes"]
             log.info("saved %s: %d tensors, %.1f MB in %.1f s", self.path, len(self.index.tensors), size / 1e6, seconds)
         except BaseException as error:
-            self._error = _named(error, self.path)
+            self._error = named_full(error, self.path)
         finally:
             self._frozen.release()
             await asyncio.to_thread(self._give_up_place)
@@ -307,14 +310,14 @@ class Saving:
     def _publish(self) -> None:
         index, directory = self.index, self._place.path
         raw = metadata_bytes(index, str(self._place.target))
-        _write(directory / METADATA, raw)
+        write_durably(directory / METADATA, raw)
         index.files[METADATA] = len(raw)
         index.head["tensors"] = len(index.tensors)
         index.head["bytes"] = sum(index.files.values())
-        _write(directory / INDEX, to_bytes(index))
+        write_durably(directory / INDEX, to_bytes(index))
         self._place.publish()
         if self._keep is not None:
-            prune(self.path.parent, self._keep)
+            prune(self.path.parent, self._keep, self._engine.lineage)
 
 
 _RUNNING: set[Saving] = set()
@@ -328,22 +331,3 @@ def _end_all() -> None:
 
 # atexit comes too late: by then no thread may begin that the rest of a save needs
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
-
-
-def _write(path: Path, data: bytes) -> None:
-    with naming(path), open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _named(error: BaseException, path: Path) -> BaseException:
-    """`error`, or for a full disk one that says which checkpoint was not written."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename != str(path):
-        return OSError(
-            error.errno,
-            f"the drive is full, so the checkpoint was not written ({error.strerror}); earlier ones are as they were. "
-            "Delete old ones or save to another drive",
-            str(path),
-        )
-    return error

@@ -133,7 +133,12 @@ def _console() -> Console:
 @contextmanager
 def _progress(what: str, nbytes: int) -> Iterator[Any]:
     """A bar on the terminal, if there is one, that is told of bytes."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=nbytes)

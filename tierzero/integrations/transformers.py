@@ -49,7 +49,11 @@ class TierzeroTrainer(Trainer):
     def __init__(self, *args: Any, tiers: tz.Tiers | None = None, micro_batches: int = 1, **kwargs: Any) -> None:
         self.tiers = tiers
         self.saving: tz.Saving | None = None
+        if tiers is not None and not isinstance(tiers, tz.Tiers):
+            raise TypeError(f"tiers must be a tierzero.Tiers, got {type(tiers).__name__}")
         super().__init__(*args, **kwargs)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            self.get_optimizer_cls_and_kwargs(self.args, self.model)  # what cannot work shows before anything is moved
         if tiers is not None:
             compute = str(self.args.device) if tiers.compute == "auto" else tiers.compute
             tz.offload(self.model, replace(tiers, compute=compute), micro_batches=micro_batches)
