@@ -19,10 +19,9 @@ import tierzero as tz
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from safetensors.torch import load_file, save_file, save_model  # noqa: E402
-
 from hf_models import CASES, bert, build, llama, lora_llama, seed, t5  # noqa: E402
 from hf_training import generators_kept, train_equal  # noqa: E402
+from safetensors.torch import load_file, save_file, save_model  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("loaded", "one_thread", "no_leaks")
 

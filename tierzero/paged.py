@@ -3,8 +3,8 @@
 Note [what a tensor at rest can do]
 `.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`, `contiguous`, `to`, `float`, `cpu`,
 pickling, `copy_` from it, `data_ptr`) reads the bytes; `copy_` into it writes them. These are the operations that
-`state_dict`, `load_state_dict`, `torch.save`, `torch.distributed.checkpoint` and safetensors use. Every other operation raises PagedOutError
-naming the tensor: a silent stand-in would broadcast into wrong results.
+`state_dict`, `load_state_dict`, `torch.save`, `torch.distributed.checkpoint` and safetensors use. Every other operation
+raises PagedOutError naming the tensor: a silent stand-in would broadcast into wrong results.
 
 Note [borrowing]
 While the model runs, a module may use a parameter of another: before autograd sees the operation, the live parameter
