@@ -427,18 +427,24 @@ def test_whoever_waits_for_a_dropped_update_waits_for_the_way_back(wait: str, tm
 
         async def both() -> None:
             first, back = Gated(), Gated()
+
+            async def go_back() -> None:
+                await engine.updates.drop(unit)
+                engine.updates.replace(Update(unit, back))
+
             engine.updates.replace(Update(unit, first))
+            going = asyncio.ensure_future(go_back())
+            await asyncio.sleep(0)
             waiter = asyncio.ensure_future(getattr(engine.updates, wait)(unit, urgent=True))
-            dropped = asyncio.ensure_future(engine.updates.drop(unit))
             await asyncio.sleep(0)
             first.go.set()
-            await dropped
-            engine.updates.replace(Update(unit, back))
+            await going
             for _ in range(10):
                 await asyncio.sleep(0)
-            assert not waiter.done()
+            early = waiter.done()
             back.go.set()
             await waiter
+            assert not early
             assert unit.pending is None
 
         engine.run(both())
