@@ -21,6 +21,7 @@ peft = pytest.importorskip("peft")
 
 from hf_models import CASES, bert, build, llama, lora_llama, seed, t5  # noqa: E402
 from hf_training import generators_kept, train_equal  # noqa: E402
+from safetensors.torch import load_file, save_file, save_model  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("loaded", "one_thread", "no_leaks")
 
@@ -128,15 +129,27 @@ def test_merged_and_taken_apart(tmp_path: Path) -> None:
 
 
 def test_only_the_adapter_is_saved(tmp_path: Path) -> None:
-    """The adapter's values, read one by one, are what `save_pretrained` writes and a fresh model loads."""
+    """`save_pretrained` writes the adapter's values as they are, and a fresh model loads them; safetensors writes
+    `state_dict()`, again after a step, and refuses parameters with a sentence.
+    """
     model = build("lora llama")
     offloaded = copy.deepcopy(model)
     with tiered(offloaded, tiers_for(offloaded, "nvme", tmp_path / "store")) as run:
-        train_equal([("nvme", run)], Plain(model), CASES["lora llama"], torch.float32, steps=1)
-        values = {name: value.clone() for name, value in offloaded.state_dict().items() if "lora_" in name}
-        offloaded.save_pretrained(tmp_path / "adapter", state_dict=values)  # type: ignore[operator]
+        plain = Plain(model)
+        state = offloaded.state_dict()
+        for step in range(2):
+            train_equal([("nvme", run)], plain, CASES["lora llama"], torch.float32, steps=1, base=step)
+            offloaded.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+            save_file(state, tmp_path / "all.safetensors")
+            save_model(offloaded, str(tmp_path / "model.safetensors"))
+            for name in ("all", "model"):
+                written = load_file(tmp_path / f"{name}.safetensors")
+                assert written.keys() == state.keys()
+                assert all(same(value, model.state_dict()[key]) for key, value in written.items())
+        with pytest.raises(tz.TierzeroError, match=r"embed_tokens\.weight has no memory.*state_dict\(\).*export"):
+            save_file(dict(offloaded.named_parameters()), tmp_path / "parameters.safetensors")
     seed(0)
     loaded: Any = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
     found = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
-    assert found.keys() == values.keys()
+    assert found
     assert all(same(value, model.state_dict()[name]) for name, value in found.items())

@@ -205,6 +205,18 @@ def test_in_the_smallest_budget(shape: str, tmp_path: Path) -> None:
         train_both([(shape, run)], plain, 3)
 
 
+@pytest.mark.parametrize("shape", ["root", "tied", "blocks"])
+def test_the_whole_model_checkpointed(shape: str, tmp_path: Path) -> None:
+    """What the root reads from others is kept out of a checkpoint around it in recomputation as in forward (M2)."""
+
+    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        logits = checkpoint(model, ids, use_reentrant=False)
+        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+    with pair(tmp_path, SHAPES[shape], dtype=torch.bfloat16, spare=1 << 15) as (plain, run):
+        train_both([(shape, run)], plain, 3, accumulate=2, loss=loss)
+
+
 def test_too_small_a_budget_for_two(tmp_path: Path) -> None:
     """A block and what it reads must fit together: the error names both and a budget, which works."""
     model = make(Neighbours)

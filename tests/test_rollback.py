@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import tierzero as tz
 from tierzero.checkpoint.frozen import freeze
 from tierzero.native import NATIVE
 from tierzero.tiers.faulty import Fault
+from tierzero.updates import Update
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 native = pytest.mark.skipif(NATIVE is None, reason="needs the native extension")
@@ -395,3 +398,53 @@ def test_frozen_parameters_that_stay_in_their_file(host: bool, tmp_path: Path) -
         train(run, 2)
     finally:
         tz.close(model)
+
+
+class Gated:
+    """Work of an update that is done when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def compute(self, due: int, ready: Callable[[], None]) -> None:
+        await self.go.wait()
+
+    def publish(self, fresh: None) -> None:
+        pass
+
+    def discard(self, fresh: None) -> None:
+        pass
+
+    async def restore(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("wait", ["settled", "readable"])
+def test_whoever_waits_for_a_dropped_update_waits_for_the_way_back(wait: str, tmp_path: Path) -> None:
+    """A fetch that had waited for a step's update must not read between the end of it and that of the rollback."""
+    with pair(tmp_path) as (_, run):
+        engine, unit = run.engine, run.engine.units[1]
+
+        async def both() -> None:
+            first, back = Gated(), Gated()
+
+            async def go_back() -> None:
+                await engine.updates.drop(unit)
+                engine.updates.replace(Update(unit, back))
+
+            engine.updates.replace(Update(unit, first))
+            going = asyncio.ensure_future(go_back())
+            await asyncio.sleep(0)
+            waiter = asyncio.ensure_future(getattr(engine.updates, wait)(unit, urgent=True))
+            await asyncio.sleep(0)
+            first.go.set()
+            await going
+            for _ in range(10):
+                await asyncio.sleep(0)
+            early = waiter.done()
+            back.go.set()
+            await waiter
+            assert not early
+            assert unit.pending is None
+
+        engine.run(both())

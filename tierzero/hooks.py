@@ -68,11 +68,12 @@ class _Frame(Borrower):
 class _Root(Borrower):
     """One running forward of the root; `net` stands in for what is saved between units in it."""
 
-    __slots__ = ("net",)
+    __slots__ = ("net", "task")
 
     def __init__(self, train: bool, net: Net) -> None:
         super().__init__(train)
         self.net = net
+        self.task = torch._C._current_graph_task_id()  # the backward that recomputes it, or -1
 
 
 class Hooks:
@@ -146,23 +147,21 @@ class Hooks:
                 self.metrics.watch.begin(self, "pass", "forward")
         if self.pager.transfer.device.type != "cpu":
             args, kwargs = tree_map(self.to_device, (args, kwargs))
-        if not in_backward():
-            if self.activations is not None:
-                self.activations.begin(root, (args, kwargs))
-            self.roots.append(_Root(bool(self.root_train), self.net()))
-            self.roots[-1].net.enter()
+        if self.activations is not None and not in_backward():
+            self.activations.begin(root, (args, kwargs))
+        self.roots.append(_Root(bool(self.root_train), self.net()))
+        self.roots[-1].net.enter()
         return args, kwargs
 
     def _leave_root(self, output: Any) -> Any:
         changed = None
-        if not in_backward():
-            if self.roots:
-                changed = self._without_views(list(self.roots[-1].lent.values()), output)
-                self._leave_last_root()
-            if not self.roots:
-                self.root_train = None
-                if self.metrics.watch is not None:
-                    self.metrics.watch.end(self)
+        if self.roots and self.roots[-1].task == torch._C._current_graph_task_id():
+            changed = self._without_views(list(self.roots[-1].lent.values()), output)
+            self._leave_last_root()
+        if not self.roots and not in_backward():
+            self.root_train = None
+            if self.metrics.watch is not None:
+                self.metrics.watch.end(self)
         return changed
 
     def _leave_last_root(self) -> None:
@@ -344,5 +343,6 @@ class Hooks:
             self.pager.release(frame.unit, frame, register_rest=True)
             self.frames.remove(frame)
             self._show_end(frame)
+        self.roots = [root for root in self.roots if root.task != task]
         if over and task in self.recomputing:
             self.lending.give_back(self.recomputing.pop(task))

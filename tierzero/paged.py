@@ -2,9 +2,9 @@
 
 Note [what a tensor at rest can do]
 `.shape`, `.dtype`, `.numel()` and `.device` (cpu) are true. Copying out (`clone`, `contiguous`, `to`, `float`, `cpu`,
-pickling, `copy_` from it) reads the bytes; `copy_` into it writes them. These are the operations that `state_dict`,
-`load_state_dict`, `torch.save` and `torch.distributed.checkpoint` use. Every other operation raises PagedOutError
-naming the tensor: a silent stand-in would broadcast into wrong results.
+pickling, `copy_` from it, `data_ptr`) reads the bytes; `copy_` into it writes them. These are the operations that
+`state_dict`, `load_state_dict`, `torch.save`, `torch.distributed.checkpoint` and safetensors use. Every other operation
+raises PagedOutError naming the tensor: a silent stand-in would broadcast into wrong results.
 
 Note [borrowing]
 While the model runs, a module may use a parameter of another: before autograd sees the operation, the live parameter
@@ -61,12 +61,13 @@ class Paged(torch.Tensor):
     """A tensor whose bytes lie in a tier; see Note [what a tensor at rest can do]."""
 
     source: Source
+    held: torch.Tensor | None  # what `data_ptr` has given the address of
 
     @staticmethod
     def __new__(cls, source: Source, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Paged:
         size, device = torch.Size(shape), torch.device("cpu")
         paged: Paged = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        paged.source = source
+        paged.source, paged.held = source, None
         return paged
 
     def __init__(self, source: Source, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> None:
@@ -99,7 +100,23 @@ class Paged(torch.Tensor):
         """Stands for storage that this tensor does not have: libraries that save tensors ask which of them share it.
         Names of one tensor do not; each is saved.
         """
-        return NoStorage(id(self), self.nbytes)
+        return NoStorage(id(self) if self.held is None else self.held.data_ptr(), self.nbytes)
+
+    def data_ptr(self) -> int:
+        """The address of a copy of the value, as of this call, that lives as long as this tensor: for libraries that
+        write files from memory. PagedOutError for a parameter, which lives as long as the model.
+        """
+        if isinstance(self, nn.Parameter):
+            raise PagedOutError(
+                f"data_ptr: {self.source.name} has no memory while it is at rest; to write a file, take the tensors of "
+                "model.state_dict(), or use tierzero.export(model, path), which holds a few MiB at a time"
+            )
+        value = self.source.read()
+        if self.held is None:
+            self.held = value
+        else:
+            self.held.copy_(value)  # whoever has the address already keeps a valid one
+        return self.held.data_ptr()
 
     @property
     def data(self) -> torch.Tensor:

@@ -258,16 +258,19 @@ class UpdateQueue:
         await self._until(unit, lambda job: job.finished if unit.host_flat is None else job.ready, urgent)
 
     async def _until(self, unit: Unit, event: Callable[[Update], asyncio.Event], urgent: bool) -> None:
-        job: Update | None = unit.pending
-        if job is None:
-            return
-        if job.error is not None:
-            job.again()
-        job.urgent |= urgent
-        self.put([job])
-        await event(job).wait()
-        if job.error is not None:
-            raise job.error
+        while unit.pending is not None:
+            job: Update = unit.pending
+            if job.error is not None:
+                job.again()
+            job.urgent |= urgent
+            self.put([job])
+            await event(job).wait()
+            if unit.pending is not job:  # done; or dropped, and what replaces it (a rollback) is waited for too
+                continue
+            if job.error is not None:
+                raise job.error
+            if event(job).is_set():  # else somebody has begun a failed one again
+                return
 
     def _pump(self) -> None:
         while self._waiting:
