@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tierzero.backward import in_backward
 from tierzero.changes import differs, write_back
 from tierzero.checkpoint import rollback as back
 from tierzero.checkpoint import snapshot as snapshots
@@ -17,6 +18,7 @@ from tierzero.clock import SAVE
 from tierzero.endurance import days_left, per_day
 from tierzero.engine import ENGINES, Engine
 from tierzero.errors import TierzeroError
+from tierzero.modules import is_running
 from tierzero.optim.clip import place_of
 from tierzero.partition import Units
 from tierzero.pins import Hold
@@ -221,11 +223,20 @@ def stats(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def check_outside(engine: Engine, model: nn.Module, doing: str) -> None:
+    """TierzeroError inside a forward or backward of the model, between its units and in hooks too."""
+    backward = bool(engine.hooks.backward.tasks) and in_backward()
+    if backward or is_running(model):
+        where = "backward" if backward else "forward"
+        raise TierzeroError(f"a {where} of the {type(model).__name__} goes on: {doing} outside of it")
+
+
 def snapshot(
     model: nn.Module, optimizer: Optimizers = None, name: str | None = None, meta: dict[str, Any] | None = None
 ) -> None:
     """See tierzero.checkpoint.snapshot.snapshot."""
     engine = open_engine(model)
+    check_outside(engine, engine.model() or model, "snapshot")
     engine.hooks.arrivals.check(engine.model() or model, trained=False)
     with engine.metrics.inside(SAVE, "save", "snapshot"):
         snapshots.snapshot(engine, optimizer, name, meta)
@@ -234,6 +245,7 @@ def snapshot(
 def rollback(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """See tierzero.checkpoint.rollback.rollback."""
     engine = open_engine(model)
+    check_outside(engine, engine.model() or model, "rollback")
     with engine.metrics.inside(SAVE, "save", "rollback"):
         return back.rollback(engine, optimizer)
 
@@ -241,6 +253,7 @@ def rollback(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
 def restore(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """See tierzero.checkpoint.snapshot.restore."""
     engine = open_engine(model)
+    check_outside(engine, engine.model() or model, "restore")
     with engine.metrics.inside(SAVE, "save", "restore"):
         return snapshots.restore(engine, optimizer)
 

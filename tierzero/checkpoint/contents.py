@@ -17,12 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierzero.backward import in_backward
 from tierzero.checkpoint.frozen import Frozen
 from tierzero.checkpoint.frozen_unit import FrozenUnit, Source
 from tierzero.engine import Engine
 from tierzero.errors import TierzeroError
-from tierzero.modules import is_running
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
 from tierzero.optim.generic import WrappedOptimizer
@@ -117,14 +115,6 @@ def optimizers_of(engine: Engine, optimizer: Any) -> list[TieredOptimizer]:
                 f"the optimizer steps {unit.names[index]} of another offloaded model: give the optimizers of this one"
             )
     return several
-
-
-def check_outside(engine: Engine, model: nn.Module, doing: str) -> None:
-    """TierzeroError inside a forward or backward of the model, between its units and in hooks too."""
-    backward = bool(engine.hooks.backward.tasks) and in_backward()
-    if backward or is_running(model):
-        where = "backward" if backward else "forward"
-        raise TierzeroError(f"a {where} of the {type(model).__name__} goes on: {doing} outside of it")
 
 
 def made_by(optimizer: TieredOptimizer) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierzero.api import open_engine
+from tierzero.api import check_outside, open_engine
 from tierzero.checkpoint.callers import CallersStates
-from tierzero.checkpoint.contents import EXTRA, check_outside, made_by, optimizers_of, others_of
+from tierzero.checkpoint.contents import EXTRA, made_by, optimizers_of, others_of
 from tierzero.checkpoint.frozen_unit import MOMENTS
 from tierzero.checkpoint.index import INDEX, StoredTensor, read_head
 from tierzero.checkpoint.place import check_not_above

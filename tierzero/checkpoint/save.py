@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import tierzero
-from tierzero.api import open_engine
-from tierzero.checkpoint.contents import Contents, check_outside, checked_values, gather
+from tierzero.api import check_outside, open_engine
+from tierzero.checkpoint.contents import Contents, checked_values, gather
 from tierzero.checkpoint.data_file import Section, Writer, lay_out
 from tierzero.checkpoint.frozen import Frozen, freeze, in_order
 from tierzero.checkpoint.frozen_unit import FrozenUnit
