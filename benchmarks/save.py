@@ -2,7 +2,7 @@
 
 - `save`: `tz.save(..., wait=True)` with states in host memory, and with everything on the drive, which then is read as
   well; bytes per second against the drive's own sequential write: as many bytes by the same engine to a new file in
-  the same directory, made durable. In turns; medians count.
+  the same directory, made durable; and against a copy of as many bytes on the same drive. In turns; medians count.
 - `beside`: a step while a save goes on against a step without one, in turns, AdamW as it comes, states on the drive and
   parameters in host memory. Compute that waits instead of multiplying, as long as two streamed steps or as one.
 - `memory`: peak resident memory above the start during save, load, resume and export, each in the process that does it,
@@ -50,8 +50,8 @@ def saved_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def sequential(directory: str, nbytes: int) -> Sample:
-    """Write as much to a new file, in order, and make it durable."""
+def sequential(directory: str, nbytes: int, source: str | None = None) -> Sample:
+    """Write as much to a new file, in order, and make it durable; with `source`, what is read from that file."""
     import asyncio
 
     from tierzero.tiers.nvme import NativeEngine
@@ -60,19 +60,25 @@ def sequential(directory: str, nbytes: int) -> Sample:
     nbytes = round_up(nbytes, BUFFER)
 
     async def write() -> None:
-        buffers = [aligned_empty(BUFFER).fill_(7) for _ in range(DEPTH)]
+        lanes = DEPTH if source is None else 2 * DEPTH  # half of them read
+        buffers = [aligned_empty(BUFFER).fill_(7) for _ in range(lanes)]
         file = open_block_file(str(path), io)
+        other = open_block_file(source, io) if source is not None else None
         try:
             file.preallocate(nbytes)
 
             async def lane(number: int) -> None:
-                for at in range(number * BUFFER, nbytes, DEPTH * BUFFER):
+                for at in range(number * BUFFER, nbytes, lanes * BUFFER):
+                    if other is not None:
+                        await other.read(at, buffers[number])
                     await file.write(at, buffers[number])
 
-            await asyncio.gather(*map(lane, range(DEPTH)))
+            await asyncio.gather(*map(lane, range(lanes)))
             await file.sync()
         finally:
             file.close()
+            if other is not None:
+                other.close()
 
     start = time.perf_counter()
     try:
@@ -81,6 +87,16 @@ def sequential(directory: str, nbytes: int) -> Sample:
     finally:
         io.close()
         path.unlink()
+
+
+def copied(directory: str, nbytes: int) -> Sample:
+    """As `sequential`, the bytes from a file on the same drive."""
+    source = Path(directory) / "source"
+    if not source.exists():
+        with source.open("wb") as file:
+            for _ in range(0, nbytes, BUFFER):
+                file.write(b"\7" * BUFFER)
+    return sequential(directory, nbytes, str(source))
 
 
 def blocking(model: Any, optimizer: Any, directory: str) -> Sample:
@@ -131,13 +147,17 @@ def save(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     }
     nbytes = int(measures["from host memory"]()["bytes"])
     measures["sequential write"] = partial(sequential, directory, nbytes)
+    measures["copy"] = partial(copied, directory, nbytes)
+    measures["copy"]()
     samples = in_turns(measures, args.rounds, lambda sample: f"{rate(sample):.2f} GB/s")
     for model, _ in models.values():
         tz.close(model)
     rates = {name: [rate(sample) for sample in many] for name, many in samples.items()}
+    measured = partial(case, unit="GB/s", bytes=nbytes)
     return [
-        case(f"save, {name}", rates[name], rates["sequential write"], None, least=0.8, unit="GB/s", bytes=nbytes)
-        for name in models
+        *(measured(f"save, {name}", rates[name], rates["sequential write"], None, least=0.8) for name in models),
+        measured("save, from the drive / a copy on it", rates["from the drive"], rates["copy"], None),
+        measured("a copy on the drive", rates["copy"], rates["sequential write"], None),
     ]
 
 
