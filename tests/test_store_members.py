@@ -164,7 +164,7 @@ def test_every_directory_is_locked(tmp_path: Path, engine: Any) -> None:
     where = drives(tmp_path, 2)
     store = Store(where, engine=engine)
     for other in (where[:1], where[1:], where[::-1], [where[1], tmp_path / "third"]):
-        with pytest.raises(StoreBusyError, match="is held by a living process"):
+        with pytest.raises(StoreBusyError, match="held by another model of this process"):
             Store(other, engine=engine)
     store.close()
     assert names(where) == [[], []]
