@@ -10,7 +10,7 @@ written. All that goes into one buffer is read at once, and some buffers are fil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,8 +124,10 @@ class Writer:
     calls `abandon`.
     """
 
-    def __init__(self, file: BlockFile) -> None:
+    def __init__(self, file: BlockFile, hurry: Callable[[], bool] = lambda: True) -> None:
+        """`hurry()`: whether somebody waits. Else one buffer is under way at a time: training has the drive."""
         self.file = file
+        self.hurry = hurry
         self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
         for _ in range(BUFFERS):
             self._free.put_nowait(aligned_empty(BUFFER))
@@ -145,6 +147,10 @@ class Writer:
         for load in loads(section):
             buffer = await self._free.get()
             mine.append(self._begin(self._fill(load, buffer, sums), self._filling))
+            if not self.hurry():
+                await asyncio.wait(mine[-1:])
+                if self._writing:
+                    await asyncio.wait(self._writing)
         if mine:
             await asyncio.wait(mine)
         self._check()

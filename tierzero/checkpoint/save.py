@@ -134,6 +134,7 @@ class Saving:
         self._error: BaseException | None = None
         self._seen = False
         self._done = False
+        self._waited_for = 0  # by how many threads
         self.pid = os.getpid()
         self._task: asyncio.Task[None] | None = None
         self._free_to_go: asyncio.Event | None = None  # the caller's own tensors are written
@@ -193,8 +194,12 @@ class Saving:
             assert self._task is not None
             await asyncio.wait([self._task], timeout=timeout)
 
-        if not self._done:
-            self._engine.run(over())
+        self._waited_for += 1
+        try:
+            if not self._done:
+                self._engine.run(over())
+        finally:
+            self._waited_for -= 1
         return self._done
 
     def exception(self) -> BaseException | None:
@@ -266,7 +271,7 @@ class Saving:
             file = open_block_file(str(path), io, limit=self._limit)
             try:
                 await asyncio.to_thread(file.preallocate, at)
-                writer = Writer(file)
+                writer = Writer(file, lambda: self._waited_for > 0)
                 try:
                     await writer.write(first)
                     await writer.finish()
@@ -290,7 +295,7 @@ class Saving:
         await asyncio.to_thread(self._publish)
 
     async def _write_units(self, writer: Writer, units: list[FrozenUnit], sections: dict[Any, Section]) -> None:
-        """What lies on the drive, two units at a time, so that its queue does not run dry between them."""
+        """What lies on the drive, two units at a time if somebody waits: its queue does not run dry then."""
 
         async def one(unit: FrozenUnit) -> None:
             await writer.write(sections[unit, False])
@@ -300,7 +305,7 @@ class Saving:
         try:
             for unit in in_order(units):
                 running.append(asyncio.ensure_future(one(unit)))
-                if len(running) == 2:
+                while len(running) >= (2 if self._waited_for else 1):
                     await running.pop(0)
             while running:
                 await running.pop(0)
