@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from oracle import batches, loss_of
+from models import Tied
+from oracle import Tiered, batches, loss_of, make, tiered, tiers_for
 from torch import nn
 
 import tierzero as tz
@@ -63,3 +65,15 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 Save = Callable[[Any, Path], tz.Saving]
+
+
+@contextmanager
+def saved_once(folder: Path) -> Iterator[Tiered]:
+    """A model that has taken a step and is saved in folder/saves/one, and then another step."""
+    model = make(Tied)
+    with tiered(model, tiers_for(model, "mixed", folder / "store")) as found:
+        step(found, batches(2))
+        states = {"plain": {"x": 1}, "module": torch.nn.Linear(2, 2)}
+        tz.save(found.model, folder / "saves" / "one", found.optimizer, states=states, wait=True)
+        step(found, batches(2))
+        yield found

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import Net, Tied
+from models import Net
 from oracle import Tiered, batches, loss_of, make, same, tiered, tiers_for
-from saves import files_of, step, weights
+from saves import files_of, saved_once, step, weights
 
 import tierzero as tz
 from tierzero.checkpoint.place import Place, checkpoints_in, prune
@@ -28,13 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Tiered]:
-    """A model that has taken a step and is saved in tmp_path/saves/one, and then another step."""
-    model = make(Tied)
-    with tiered(model, tiers_for(model, "mixed", tmp_path / "store")) as found:
-        step(found, batches(2))
-        states = {"plain": {"x": 1}, "module": torch.nn.Linear(2, 2)}
-        tz.save(found.model, tmp_path / "saves" / "one", found.optimizer, states=states, wait=True)
-        step(found, batches(2))
+    with saved_once(tmp_path) as found:
         yield weakref.proxy(found)  # pytest keeps what it gives longer than no_leaks looks
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import Net, Tied
-from oracle import Tiered, batches, make, same, tiered, tiers_for
-from saves import step, weights
+from models import Net
+from oracle import Tiered, make, same, tiered
+from saves import saved_once, weights
 
 import tierzero as tz
 from tierzero.checksum import checksum, to_hex
@@ -27,13 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Tiered]:
-    """A model that has taken a step and is saved in tmp_path/saves/one, and then another step."""
-    model = make(Tied)
-    with tiered(model, tiers_for(model, "mixed", tmp_path / "store")) as found:
-        step(found, batches(2))
-        states = {"plain": {"x": 1}, "module": torch.nn.Linear(2, 2)}
-        tz.save(found.model, tmp_path / "saves" / "one", found.optimizer, states=states, wait=True)
-        step(found, batches(2))
+    with saved_once(tmp_path) as found:
         yield weakref.proxy(found)  # pytest keeps what it gives longer than no_leaks looks
 
 
