@@ -122,6 +122,7 @@ ROWS = [
         "checkpoint.frozen",
         "checkpoint.beside",
     },
+    {"checkpoint.refill"},
     {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner"},
     {"checkpoint.rollback"},
     {"api"},
@@ -134,10 +135,10 @@ ROWS = [
         "checkpoint.place",
         "checkpoint.contents",
         "checkpoint.data_file",
+        "checkpoint.verify",
         "checkpoint.reader",
-        "checkpoint.refill",
     },
-    {"checkpoint.callers"},
+    {"checkpoint.callers", "checkpoint.take"},
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
     {"integrations.transformers", "integrations.lightning"},
@@ -227,8 +228,8 @@ INSIDE = {
     "checkpoint.metadata": {"checkpoint.index"},
     "checkpoint.place": {"checkpoint.index"},
     "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
-    "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
-    "checkpoint.refill": {"checkpoint.reader"},
+    "checkpoint.verify": {"checkpoint.container", "checkpoint.index"},
+    "checkpoint.reader": {"checkpoint.index", "checkpoint.verify"},
 }
 PURE = {  # no torch
     *(
