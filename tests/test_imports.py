@@ -123,6 +123,7 @@ ROWS = [
         "checkpoint.beside",
     },
     {"checkpoint.refill"},
+    {"checkpoint.by_region"},
     {"checkpoint.snapshot", "checkpoint.weights", "checkpoint.export", "planner"},
     {"checkpoint.rollback"},
     {"api"},

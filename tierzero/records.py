@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+from tierzero.checksum import Sums
 from tierzero.errors import TierzeroError
+from tierzero.extents import Extent
 from tierzero.layout import StatePiece, state_pieces
 from tierzero.metrics import Metrics
 from tierzero.native import NATIVE
@@ -69,6 +71,10 @@ class DiskRecord:
     async def write(self, offset: int, data: torch.Tensor) -> None:
         self.metrics.add("nvme_written_expected", data.numel())
         await self.store.write(self.name, offset, data)
+
+    def replace(self, extent: Extent, sums: Sums) -> None:
+        """Make a new version of it, which is written, the current one."""
+        self.store.publish(self.name, extent, sums)
 
 
 class StateRecord:

@@ -15,19 +15,18 @@ from typing import Protocol
 import torch
 
 from tierzero.blocks import WINDOW, in_window
-from tierzero.borrowed import FrozenRecord
 from tierzero.checkpoint.frozen_unit import MOMENTS
 from tierzero.checksum import Sums
 from tierzero.extents import Extent
 from tierzero.layout import Place
 from tierzero.malloc import mapped
-from tierzero.parts import PART
 from tierzero.records import DiskRecord, StateRecord
 from tierzero.store import Store
 from tierzero.tiers.base import aligned_empty
 from tierzero.unit import Unit
 
 MASTER = "master"
+PART = 2 << 20  # bytes of a region that are made at once
 
 
 class Source(Protocol):
@@ -60,9 +59,7 @@ class Staged:
         mine = [one for one in self._found if one[0] is unit]
         self._found = [one for one in self._found if one[0] is not unit]
         for _, record, extent, sums in mine:
-            self.store.publish(record.name, extent, sums)
-            if isinstance(record, FrozenRecord):
-                record.owned_again()
+            record.replace(extent, sums)
 
     def discard(self) -> None:
         """Give up what was not published."""
@@ -209,6 +206,7 @@ async def _into(source: Source, first: int, out: torch.Tensor) -> None:
     if source.dtype == out.dtype:
         await source.read_async(first, out)
     else:
-        value = torch.empty(out.numel(), dtype=source.dtype)
+        with mapped():
+            value = torch.empty(out.numel(), dtype=source.dtype)
         await source.read_async(first, value)
         out.copy_(value)
