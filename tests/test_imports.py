@@ -137,6 +137,7 @@ ROWS = [
         "checkpoint.contents",
         "checkpoint.data_file",
         "checkpoint.verify",
+        "checkpoint.pace",
         "checkpoint.reader",
     },
     {"checkpoint.callers", "checkpoint.take"},
