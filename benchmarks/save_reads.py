@@ -1,5 +1,4 @@
-"""What save.py holds others against, and its cases that read: load and verify of a checkpoint, load of weights and their
-export.
+"""What save.py holds others against, and its cases that read: load and verify of a checkpoint, weights in and out.
 
 Each against the drive's own sequential read in the same run: as many bytes as the file has, by the native engine with a
 few requests in flight. What a load writes to the drive is not counted in its bytes.
