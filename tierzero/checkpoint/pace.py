@@ -27,7 +27,8 @@ _SLICE = 0.05  # seconds after which a rest looks whether somebody waits
 class Pace:
     """The pace of one save beside the training that `metrics` count. `hurry()`: whether somebody waits for the save."""
 
-    def __init__(self, metrics: Metrics, hurry: Callable[[], bool]) -> None:
+    def __init__(self, metrics: Metrics, hurry: Callable[[], bool], now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self.metrics = metrics
         self.hurry = hurry
         last = metrics.last_step
@@ -40,7 +41,7 @@ class Pace:
         """(now, seconds that training has waited, seconds that the drive was busy for it)."""
         drives, metrics = self.metrics.drives(), self.metrics
         waited = metrics.stall_fetch_s + metrics.stall_update_s + metrics.stall_grad_s
-        return time.monotonic(), waited, (drives.read_ns + drives.write_ns) / 1e9
+        return self._now(), waited, (drives.read_ns + drives.write_ns) / 1e9
 
     def judge(self) -> None:
         """Look at what has happened since the last look, a window ago."""
@@ -55,7 +56,7 @@ class Pace:
     async def after(self, seconds: float) -> None:
         """Rest after `seconds` of I/O, as long as training needs the drive."""
         self.judge()
-        until = time.monotonic() + self.rest * seconds
-        while (left := until - time.monotonic()) > 0 and not self.hurry():
+        until = self._now() + self.rest * seconds
+        while (left := until - self._now()) > 0 and not self.hurry():
             await asyncio.sleep(min(left, _SLICE))
             self.judge()
