@@ -44,7 +44,7 @@ def load(
     in_place: bool = False,
 ) -> dict[str, Any]:
     """Put what `save` has written into the directory `path` back into an offloaded `model`, under whatever placement
-    and budgets it has now; one tensor is in memory at a time. Returns the `meta` that was saved.
+    and budgets it has now; some MiB are in memory at a time. Returns the `meta` that was saved.
 
     With `optimizer` (built over the same parameters in the same groups) the run goes on from there bit for bit:
     states, hyper-parameters, accumulated gradients and, with `random`, the random generators come back too. Without it
@@ -52,8 +52,9 @@ def load(
     by the names that they were saved under; those that can (modules) are filled tensor by tensor, others get
     load_state_dict().
 
-    Everything is checked before anything is changed: names, shapes and dtypes against the model, and with `verify` all
-    bytes against their checksums, which reads them one more time.
+    Everything is checked before anything is changed: names, shapes and dtypes against the model, and all bytes that are
+    loaded against their checksums: those that go to the drive on their way into new versions of what is there, the rest
+    with `verify` in a pass of its own.
     A path that holds no such checkpoint goes to `load_weights`, with `strict` and `in_place`: safetensors, or what
     torch.distributed.checkpoint has written. Then {"missing": [...], "unexpected": [...]} is returned.
 
