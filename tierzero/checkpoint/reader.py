@@ -51,7 +51,12 @@ class Reader:
         stored = self.index.stored(key)
         assert stored is not None
         out = torch.empty(stored.shape, dtype=stored.dtype)
-        Parts(self, key).read(0, out.view(-1))
+        parts, flat, step = Parts(self, key), out.view(-1), max(BLOCK // out.element_size(), 1)
+        if flat.numel() <= step:
+            parts.read(0, flat)
+        else:
+            for _ in self.pool.map(lambda at: parts.read(at, flat[at : at + step]), range(0, flat.numel(), step)):
+                pass
         return out
 
     def object(self, key: str) -> Any:
