@@ -299,7 +299,7 @@ class Loading:
 
 def take_groups(optimizer: TieredOptimizer, groups: list[dict[str, Any]]) -> None:
     """The hyper-parameters of `groups`, checked and cast by the optimizer itself, and no states."""
-    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    optimizer.load_groups(groups)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group.setdefault(key, value)  # what a scheduler has added
