@@ -27,6 +27,7 @@ from tierzero.unit import Unit
 
 MASTER = "master"
 PART = 2 << 20  # bytes of a region that are made at once
+_MASTERS = 256 << 10  # float32 values that are replaced at once
 
 
 class Source(Protocol):
@@ -141,14 +142,23 @@ async def refill_region(unit: Unit, region: str, sources: Mapping[int, Source]) 
 
 async def refill_masters(unit: Unit, sources: Mapping[int, Source]) -> None:
     """Replace the float32 values that the unit's states hold by the tensors as its parameters have them."""
-    assert unit.state is not None
-    for index, source in sources.items():
-        place = unit.layout.places[index]
-        step = max(PART // source.dtype.itemsize, 1)
-        for first in range(0, place.spec.numel if place.elem >= 0 else 0, step):
-            value = torch.empty(min(step, place.spec.numel - first), dtype=unit.live[index].dtype)
-            await _into(source, first, value)
-            await unit.state.write(StateRecord.MASTER, place.elem + first, value.float())
+    state = unit.state
+    assert state is not None
+    places = unit.layout.places
+    parts = [
+        (index, first, min(_MASTERS, places[index].spec.numel - first))
+        for index in sources
+        if places[index].elem >= 0
+        for first in range(0, places[index].spec.numel, _MASTERS)
+    ]
+
+    async def one(number: int) -> None:
+        index, first, count = parts[number]
+        value = torch.empty(count, dtype=unit.live[index].dtype)
+        await _into(sources[index], first, value)
+        await state.write(StateRecord.MASTER, places[index].elem + first, value.float())
+
+    await in_window(len(parts), one)
 
 
 class States:
