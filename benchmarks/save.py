@@ -62,13 +62,17 @@ def blocking(model: Any, optimizer: Any, directory: str) -> Sample:
         shutil.rmtree(path)
 
 
+def tiers_of(model: Any, directory: Path, *, host: bool) -> tz.Tiers:
+    """Everything in host memory, or on the drive."""
+    ample = tz.plan(model, tz.Tiers(nvme=directory, host="64GiB", device="64GiB", compute="cpu"))
+    return tz.Tiers(nvme=directory, host=ample.host_needed if host else ample.host_min, device="1GiB", compute="cpu")
+
+
 def offloaded(blocks: int, directory: Path, *, host: bool) -> tuple[Any, Any]:
     """The waiting model after one step, in host memory or on the drive."""
     task = waiting_task(blocks, Clock())
     model = task.make()
-    ample = tz.plan(model, tz.Tiers(nvme=directory, host="64GiB", device="64GiB", compute="cpu"))
-    tiers = tz.Tiers(nvme=directory, host=ample.host_needed if host else ample.host_min, device="1GiB", compute="cpu")
-    tz.offload(model, tiers)
+    tz.offload(model, tiers_of(model, directory, host=host))
     optimizer = tz.AdamW(model.parameters())
     one_step(task, model, optimizer, 0)
     return model, optimizer
@@ -115,8 +119,12 @@ def read(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases of reading."""
     names = {"states in host memory": True, "all on the drive": False}
     models = {name: offloaded(args.blocks, Path(directory) / name, host=host) for name, host in names.items()}
-    found = reads(args.rounds, models, Path(directory))
-    for model, _ in models.values():
+    bare = {}
+    for name, host in names.items():
+        model = waiting_task(args.blocks, Clock()).make()
+        bare[name] = tz.offload(model, tiers_of(model, Path(directory) / f"bare, {name}", host=host))
+    found = reads(args.rounds, models, bare, Path(directory))
+    for model in [*(model for model, _ in models.values()), *bare.values()]:
         tz.close(model)
     return found
 

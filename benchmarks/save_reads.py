@@ -118,8 +118,10 @@ def exported(model: Any, path: Path) -> None:
     path.unlink()
 
 
-def reads(rounds: int, models: dict[str, tuple[Any, Any]], directory: Path) -> list[dict[str, Any]]:
-    """`models`: (model, optimizer) by where their states are, all of the same shapes."""
+def reads(
+    rounds: int, models: dict[str, tuple[Any, Any]], bare: dict[str, Any], directory: Path
+) -> list[dict[str, Any]]:
+    """`models`: (model, optimizer) by where their states are; `bare`: models without, by where their parameters are."""
     saved, weights = directory / "read", directory / "weights.safetensors"
     model, optimizer = next(iter(models.values()))
     tz.save(model, saved, optimizer, wait=True)
@@ -132,6 +134,7 @@ def reads(rounds: int, models: dict[str, tuple[Any, Any]], directory: Path) -> l
     }
     for name, (model, optimizer) in models.items():
         measures[f"load, {name}"] = partial(timed, size, partial(tz.load, model, saved, optimizer))
+    for name, model in bare.items():
         measures[f"load of weights, {name}"] = partial(timed, small, partial(tz.load, model, weights))
         measures[f"export, {name}"] = partial(timed, small, partial(exported, model, directory / "new.safetensors"))
     samples = in_turns(measures, rounds, lambda sample: f"{sample['bytes'] / sample['seconds'] / 1e9:.2f} GB/s")

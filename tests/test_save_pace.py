@@ -57,7 +57,7 @@ def test_somebody_waits_for_the_save() -> None:
     for _ in range(8):
         beside.window(waits=1.0, busy=1.0)
     beside.waiting = 1
-    asyncio.run(beside.pace.after(1e9))
+    asyncio.run(beside.pace.after(1e9, 1))
 
 
 def test_beside_training(tmp_path: Path) -> None:

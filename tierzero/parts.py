@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import torch
@@ -10,17 +9,25 @@ import torch
 from tierzero.malloc import mapped
 from tierzero.paged import Paged
 from tierzero.records import StateRecord
-from tierzero.tiers.base import aligned_empty
 from tierzero.unit import ParamSource, Unit
 
 PART = 4 << 20  # bytes of one part
-_RUN = 1 << 20  # bytes of it that are read by one request
 
 
 def unit_of(tensor: torch.Tensor) -> tuple[Unit, int] | None:
     """(unit, position in it) of a parameter at rest, None for every other tensor."""
     source = tensor.source if isinstance(tensor, Paged) else None
     return (source.unit, source.index) if isinstance(source, ParamSource) else None
+
+
+async def read_part(unit: Unit, index: int, first: int, count: int) -> torch.Tensor:
+    """Elements [first, first + count) of a parameter, flat, in its dtype, on the CPU."""
+    place = unit.layout.places[index]
+    with mapped():  # it goes back to the system when it is freed
+        out = torch.empty(count, dtype=unit.live[index].dtype)
+    if count:
+        await unit.read_region(place.region, place.offset + first * place.spec.itemsize, out.view(torch.uint8))
+    return out
 
 
 async def write_part(unit: Unit, index: int, first: int, value: torch.Tensor) -> None:
@@ -44,34 +51,14 @@ def parts_of(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
 
 
 def read_in_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values of a tensor, at rest or plain, as flat CPU tensors of at most PART bytes, in order. Each lasts until
-    the next is taken.
-    """
+    """The values of a tensor, at rest or plain, as flat CPU tensors of at most PART bytes, in order."""
     found = unit_of(tensor)
-    if found is not None:
-        yield from _at_rest(*found)
-        return
-    if isinstance(tensor, Paged):
+    if found is None and isinstance(tensor, Paged):
         tensor = tensor.read()
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().contiguous().view(-1) if found is None else None
     for first, count in parts_of(tensor.numel(), tensor.element_size()):
-        yield flat[first : first + count].cpu()
-
-
-def _at_rest(unit: Unit, index: int) -> Iterator[torch.Tensor]:
-    """A parameter in parts: each is read in runs, all of them at once."""
-    place, dtype = unit.layout.places[index], unit.live[index].dtype
-    with mapped():  # it goes back to the system when it is freed
-        memory = aligned_empty(min(PART, place.spec.nbytes))
-
-    async def fill(start: int, out: torch.Tensor) -> None:
-        runs = [out[at : at + _RUN] for at in range(0, out.numel(), _RUN)]
-        reads = [unit.read_region(place.region, start + at * _RUN, run) for at, run in enumerate(runs)]
-        for error in await asyncio.gather(*reads, return_exceptions=True):  # none goes on after an error
-            if error is not None:
-                raise error
-
-    for first, count in parts_of(place.spec.numel, place.spec.itemsize):
-        out = memory[: count * place.spec.itemsize]
-        unit.at_rest(fill(place.offset + first * place.spec.itemsize, out))
-        yield out.view(dtype)
+        if found is not None:
+            yield found[0].at_rest(read_part(*found, first, count))
+        else:
+            assert flat is not None
+            yield flat[first : first + count].cpu()

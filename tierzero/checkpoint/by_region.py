@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tierzero.checkpoint.refill import Source, new_region, refill_masters, refill_region
+from tierzero.checkpoint.refill import Source, new_region, refill_region
 from tierzero.checkpoint.stored import Stored
 from tierzero.records import DiskRecord
 from tierzero.tiers.base import settle
@@ -29,9 +29,11 @@ class ByRegion:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierzero-load")
 
     def fill(self, unit: Unit, stored: Mapping[int, Stored]) -> set[int]:
-        """Replace the parameters of `unit` that `stored` has, cast, where it has whole regions; whose they are. With
-        the float32 values that AdamW's states hold.
+        """Replace the parameters of `unit` that `stored` has, cast, where it has whole regions; whose they are. None of
+        a unit with optimizer states: their float32 values change with the parameters.
         """
+        if unit.state is not None or unit.generic is not None:
+            return set()
         regions: dict[str, set[int]] = {}
         for index, place in enumerate(unit.layout.places):
             if place.spec.nbytes:
@@ -41,17 +43,14 @@ class ByRegion:
         chosen = [
             name for name, members in regions.items() if members <= fits and {name} & (masters | set(unit.records))
         ]
-        done = set().union(*(regions[name] for name in chosen)) if unit.generic is None else set()
+        done = set().union(*(regions[name] for name in chosen))
         if not done:
             return done
         sources = self._sources({index: stored[index] for index in done})
 
         async def fill() -> None:
             for name in chosen:
-                if name in unit.records:
-                    await _fill(unit, name, {index: sources[index] for index in regions[name]})
-            if unit.state is not None:
-                await refill_masters(unit, sources)
+                await _fill(unit, name, {index: sources[index] for index in regions[name]})
 
         unit.at_rest(fill(), changes=True)
         unit.blank -= done

@@ -129,10 +129,10 @@ class Writer:
         self,
         file: BlockFile,
         hurry: Callable[[], bool] = lambda: True,
-        rest: Callable[[float], Awaitable[None]] | None = None,
+        rest: Callable[[float, int], Awaitable[None]] | None = None,
     ) -> None:
         """`hurry()`: whether somebody waits. Else one buffer is under way at a time, and `rest` is awaited after each
-        with the seconds that it took, in sections that are not urgent: training has the drive.
+        with the seconds and bytes that it took, in sections that are not urgent: training has the drive.
         """
         self.file = file
         self.hurry = hurry
@@ -161,8 +161,8 @@ class Writer:
                 await asyncio.wait(mine[-1:])
                 if self._writing:
                     await asyncio.wait(self._writing)
-                if self.rest is not None and not urgent:
-                    await self.rest(time.monotonic() - began)
+                if self.rest is not None and not urgent and load.used:
+                    await self.rest(time.monotonic() - began, load.used)
         if mine:
             await asyncio.wait(mine)
         self._check()
