@@ -38,12 +38,9 @@ class ByRegion:
         for index, place in enumerate(unit.layout.places):
             if place.spec.nbytes:
                 regions.setdefault(place.region, set()).add(index)
-        masters = {"fp32"} if unit.state is not None and "fp32" not in unit.records else set()
-        fits = {i for i, one in stored.items() if one.whole is not None}
-        chosen = [
-            name for name, members in regions.items() if members <= fits and {name} & (masters | set(unit.records))
-        ]
-        done = set().union(*(regions[name] for name in chosen))
+        fits = {index for index, one in stored.items() if one.whole is not None}
+        chosen = [name for name, members in regions.items() if members <= fits and name in unit.records]
+        done = {index for name in chosen for index in regions[name]}
         if not done:
             return done
         sources = self._sources({index: stored[index] for index in done})

@@ -5,7 +5,8 @@ What a save reads and writes costs training nothing while the drive has time lef
 what a step waits for. The two are told apart by what is counted anyway: how long the training thread waited for
 fetches, updates and gradients, and how long the drive was busy for it. While it waits for a busy drive, the save rests
 after each buffer, twice as long as before in each window of time, until it takes only SHARE of the drive's time; while
-it does not, half as long. What a buffer costs is the least that one has taken: the rest of its time it stood in line. Whoever waits for the save ends that.
+it does not, half as long. What a buffer costs is the least that one has taken: the rest of its time it stood in line.
+Whoever waits for the save ends that.
 """
 
 from __future__ import annotations
