@@ -117,7 +117,7 @@ def small_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # where the modules keep their reference to the extension
 _HOMES = (
-    *("checkpoint.save", "checksum", "engine", "planner", "records", "refit", "tiers.host", "tiers.nvme"),
+    *("checkpoint.saving", "checksum", "engine", "planner", "records", "refit", "tiers.host", "tiers.nvme"),
     *("optim.adamw", "optim.norms"),
 )
 

@@ -137,7 +137,7 @@ ROWS = [
         "checkpoint.reader",
         "checkpoint.refill",
     },
-    {"checkpoint.callers"},
+    {"checkpoint.callers", "checkpoint.saving"},
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
     {"integrations.transformers", "integrations.lightning"},

@@ -128,6 +128,7 @@ class Writer:
         """`hurry()`: whether somebody waits. Else one buffer is under way at a time: training has the drive."""
         self.file = file
         self.hurry = hurry
+        self.written = 0  # bytes
         self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
         for _ in range(BUFFERS):
             self._free.put_nowait(aligned_empty(BUFFER))
@@ -195,6 +196,7 @@ class Writer:
         except BaseException as error:
             self._gives_up(error, buffer)
             return
+        self.written += end
         self._free.put_nowait(buffer)
 
     def _gives_up(self, error: BaseException, buffer: torch.Tensor) -> None:
