@@ -98,7 +98,8 @@ def of_run(folder: Path, run: str, out: Path) -> tuple[list[Portable], list[str]
 def is_of(one: Portable, run: str | None, out: Path) -> bool:
     """Whether it belongs to the run with this id in `out`, rather than to a copy of that run elsewhere."""
     owner = owner_of(one.meta)
-    return one.meta["run"] == run and (owner is None or same_place(owner, out))
+    inside = out.resolve() in one.path.resolve().parents
+    return one.meta["run"] == run and (inside or owner is None or same_place(owner, out))
 
 
 def check_folder(config: Config, run: str | None, step: int) -> None:
