@@ -105,7 +105,9 @@ def test_goes_on_elsewhere(placement: str, straight: Run, tmp_path: Path) -> Non
 
 
 def test_killed_while_it_saves(straight: Run, tmp_path: Path) -> None:
-    """No snapshot is there, the save is cut short: the checkpoint before is gone on from, what is left goes away."""
+    """No snapshot is there, the save is cut short: the checkpoint before is gone on from, what is left goes away. Then a
+    polite stop, and the store is lost.
+    """
     out, folder = tmp_path / "out", tmp_path / "saves"
     settings = ["train.steps=10", "train.save_every=100", "checkpoint.every=3", f"checkpoint.path={folder}"]
     slow = "checkpoint.limit=4MB/s"
@@ -116,9 +118,15 @@ def test_killed_while_it_saves(straight: Run, tmp_path: Path) -> None:
         ("step-00000003", "complete"),
         ("step-00000006", "partial"),
     ]
+    code, text, errors = interrupt(out, *settings, flags=("--resume",), line="step 4/", signal=signal.SIGTERM)
+    assert code == 0, errors
+    assert f"resumed after step 3 of 10 from {folder / 'step-00000003'}" in text
+    last = saved(folder)[-1]
+    assert f"saved in {out / 'store'} and {folder / last}; " in text
+    shutil.rmtree(out / "store")  # its drive is lost
     done = train(out, *settings, flags=("--resume",))
     assert done.returncode == 0, done.stderr
-    assert f"resumed after step 3 of 10 from {folder / 'step-00000003'}" in done.stdout
+    assert f"resumed after step {int(last[5:])} of 10 from {folder / last}" in done.stdout
     assert len(losses(out)) == 10
     same_end(out, straight[0])
     assert sorted(os.listdir(folder)) == ["step-00000009", "step-00000010"]
@@ -214,6 +222,8 @@ def test_what_cannot_be_gone_on_from(copy: Path, tmp_path: Path) -> None:
         assert said in text
         assert str(tmp_path / path) in text
     assert "one of them" in refused(out, flags=("--resume-from", str(last), "--resume"))
+    text = refused(out, "checkpoint.every=3", f"checkpoint.path={copy / 'checkpoints'}", flags=("--resume",))
+    assert f"go on from {last} by --resume-from" in text
     assert "model.layers is 3 and was 8" in refused(out, "model.layers=3", flags=("--resume-from", str(last)))
     model = tz.offload(torch.nn.Linear(3, 3), tz.Tiers(host="64MiB", device="1MiB", compute="cpu"))
     tz.save(model, tmp_path / "other", tz.AdamW(model.parameters()), meta={"step": 3}, wait=True)

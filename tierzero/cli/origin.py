@@ -12,7 +12,7 @@ from tierzero.checkpoint.reader import Reader
 from tierzero.cli import portable
 from tierzero.cli.checkpoints import check_same_model
 from tierzero.cli.config import Config
-from tierzero.cli.portable import Portable, check_folder, of_run
+from tierzero.cli.portable import Portable, check_folder, found_in, of_run
 from tierzero.cli.rundir import (
     FILES,
     FOLDERS,
@@ -94,7 +94,9 @@ def _newest(config: Config) -> Origin:
     except TierzeroError as error:
         raise with_advice(error, config) from None
     if not holds_run(config):
-        raise ConfigError(f"there is nothing to resume in {out}: leave --resume out to start a run there")
+        others = found_in(config.checkpoint_folder)[0]
+        more = f", or go on from {others[-1].path} by --resume-from" if others else ""
+        raise ConfigError(f"there is nothing to resume in {out}: leave --resume out to start a run there{more}")
     snapshot = found.latest if found is not None else None
     if snapshot is not None:
         _check_own(config, found, snapshot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import time
 from pathlib import Path
@@ -98,6 +99,11 @@ class Saver:
         self._failed += 1
         self._error = error
         self.view.warn(f"the checkpoint {path} was not written, and training goes on without it: {error}")
+
+    def path_of(self, step: int) -> Path | None:
+        """The checkpoint after that many steps, if it is whole and durable."""
+        path = self.config.checkpoint_folder / name_of(step)
+        return path if any(one.path == Path(os.path.abspath(path)) for one in self._done) else None
 
     def check(self) -> None:
         """Raise what the last one failed with."""

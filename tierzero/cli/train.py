@@ -139,7 +139,7 @@ class Session:
                 overwrite=overwrite or (origin is not None and not resume),
             )
         except TierzeroError as error:
-            raise with_advice(error, self.config) from error
+            raise with_advice(error, self.config) from None
 
     def _train(self, origin: Origin | None, stop: StopSignal) -> Trainer:
         config = self.config
@@ -155,7 +155,7 @@ class Session:
             trainer.run(log, stop=lambda: stop.asked, traced=traced)
         if trainer.step < config.train.steps:
             self.view.say(
-                f"stopped after step {trainer.step} of {config.train.steps}, saved in {config.store}; "
+                f"stopped after step {trainer.step} of {config.train.steps}, saved in {trainer.places()}; "
                 "go on with the same command and --resume"
             )
         else:

@@ -22,7 +22,7 @@ from tierzero.cli.origin import Origin
 from tierzero.cli.portable import of_run
 from tierzero.cli.progress import View
 from tierzero.cli.report import Meter, StepReport, clipped_norm
-from tierzero.cli.runid import new_id
+from tierzero.cli.runid import new_id, same_place
 from tierzero.cli.runlog import RunLog
 from tierzero.cli.saver import Saver
 from tierzero.cli.steptrace import StepTrace
@@ -115,7 +115,8 @@ class Trainer:
             if there and there[-1].saves == meta["saves"]:
                 self.saver.last = self.step
         else:
-            self.saver.last = self.step
+            if same_place(source.path.parent, self.config.checkpoint_folder):
+                self.saver.last = self.step
             self.save(meta["loss"])  # so that --resume goes on from here
         where = self.config.store if source is None else source.path
         self.view.say(
@@ -123,7 +124,7 @@ class Trainer:
             "optimizer states, scheduler and random generators restored"
         )
         for problem in origin.skipped:
-            self.view.warn(f"a later checkpoint was passed over: {problem}")
+            self.view.warn(f"a damaged checkpoint of the run was passed over: {problem}")
         for change in checkpoints.changes(meta["settings"], self.config):
             self.view.say(f"  set otherwise than before: {change}")
         if meta["text"] != self.task.corpus.fingerprint():
@@ -202,6 +203,11 @@ class Trainer:
         tz.snapshot(self.model, self.optimizer, name=checkpoints.name_of(self.step), meta=meta)
         checkpoints.write_note(self.config, self.id, self.step, loss)
         self.saved = self.step
+
+    def places(self) -> str:
+        """Where the run, as it is, has been saved."""
+        path = self.saver.path_of(self.step)
+        return f"{self.config.store}" + (f" and {path}" if path is not None else "")
 
     def _meta(self, loss: float | None) -> dict[str, Any]:
         """What is saved beside tensors and random generators. `saves` orders what one run saves, also after it has gone
