@@ -105,8 +105,8 @@ def test_goes_on_elsewhere(placement: str, straight: Run, tmp_path: Path) -> Non
 
 
 def test_killed_while_it_saves(straight: Run, tmp_path: Path) -> None:
-    """No snapshot is there, the save is cut short: the checkpoint before is gone on from, what is left goes away. Then a
-    polite stop, and the store is lost.
+    """No snapshot is there, the save is cut short: the checkpoint before is gone on from, what is left goes away. A
+    polite stop after that, and the store is lost.
     """
     out, folder = tmp_path / "out", tmp_path / "saves"
     settings = ["train.steps=10", "train.save_every=100", "checkpoint.every=3", f"checkpoint.path={folder}"]
