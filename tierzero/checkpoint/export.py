@@ -106,7 +106,7 @@ def export_tensors(
     marks = {"format": "pt", _MARK: "export", **(metadata or {})}
     if not all(isinstance(one, str) for pair in marks.items() for one in pair):
         raise TypeError(f"the metadata of a safetensors file are strings by name, got {dict(metadata or {})!r}")
-    names = _names(folder, len(shards))
+    names = [target.name] if single else _names(folder, len(shards))
     token = f"{os.getpid()}-{secrets.token_hex(4)}"  # two exports may go on at once, in one process too
     parts = [folder / part_of(name, token) for name in names]
     with exporting(folder, lambda name: name == target.name if single else _NAMES.fullmatch(name) is not None):
