@@ -131,7 +131,7 @@ class LiveView:
 
 
 class QuietView:
-    """Says nothing."""
+    """Says nothing but what went wrong."""
 
     def say(self, text: str) -> None:
         pass
