@@ -24,11 +24,14 @@ SMALL = {
     "save": ["--blocks", "1", "--width", "256", "--layers", "1", "--rounds", "1", "--steps", "1"],
     "peers": ["--small", "--rounds", "1", "--steps", "1"],
 }
+SLOW = ("save", "peers")  # they start processes of their own
 
 
 @pytest.mark.skipif(NATIVE is None, reason="they measure the extension")
 @pytest.mark.skipif(not BENCHMARKS.exists(), reason="tests without the rest of the repository")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SMALL]
+)
 def test_it_runs(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     errors = tmp_path_factory.mktemp("said") / "errors"
     script = BENCHMARKS / f"{name.split()[0]}.py"
