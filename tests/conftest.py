@@ -36,6 +36,11 @@ def two_threads(one_thread: None) -> None:
     torch.randn(1 << 17).add_(1.0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that at the end no process waits for one that has just begun it."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: object) -> Iterator[None]:
     report = yield
