@@ -138,8 +138,7 @@ class Unit:
         Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for
         parameters that took our place.
         """
-        self._open()
-        self._follow(range(len(self.live)))
+        self._open(range(len(self.live)))
         for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
             for module, name in slots:
                 there = module._parameters.get(name)
@@ -155,19 +154,17 @@ class Unit:
 
     def lend(self, index: int) -> LiveParameter:
         """A live parameter for use outside the unit's modules, while the unit is pinned. `register_rest` ends it."""
-        self._open()
-        self._follow([index])
+        self._open([index])
         return self.live[index]
 
-    def _open(self) -> None:
+    def _open(self, indices: Iterable[int]) -> None:
+        """Open the live parameters; those at `indices` follow requires_grad."""
         first, self.live_registered = not self.live_registered, True
-        for live in self.live:
-            live.open()
-        if first:
-            self.values.at_rest()
-
-    def _follow(self, indices: Iterable[int]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # a flag needs none of Paged's care, which costs most of this
+        with torch._C.DisableTorchFunctionSubclass():  # flags need none of Paged's care, which would cost most of this
+            for live in self.live:
+                live.open()
+            if first:
+                self.values.at_rest()
             for index in indices:
                 live, rest = self.live[index], self.rest[index]
                 if live.requires_grad != rest.requires_grad:
