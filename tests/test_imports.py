@@ -76,6 +76,7 @@ ROWS = [
         "meta",
         "source",
         "references",
+        "tensors",
     },
     {"borrowed", "deferred"},
     {"unit", "partition", "placement", "rows"},

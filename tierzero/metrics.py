@@ -106,6 +106,12 @@ class Metrics:
         with self._lock:
             self._peak(self.device_used + nbytes)
 
+    def gradient(self, nbytes: int) -> None:
+        """A gradient has left the device for host memory."""
+        with self._lock:
+            self.d2h += nbytes
+            self._peak(self.device_used + nbytes)
+
     def _peak(self, nbytes: int) -> None:
         self.device_peak = max(self.device_peak, nbytes)
         self._step_peak = max(self._step_peak, nbytes)
