@@ -1,12 +1,17 @@
-"""Combinations of several properties: half of all there are, among them every combination of all properties but one."""
+"""Combinations of several properties: half of all there are, among them every combination of all properties but one;
+all of them with TIERZERO_TEST_ALL=1.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+ALL = os.environ.get("TIERZERO_TEST_ALL") == "1"
 
 
 def crossed(*properties: Iterable[Any], two: tuple[Any, Any]) -> list[Any]:
@@ -16,6 +21,7 @@ def crossed(*properties: Iterable[Any], two: tuple[Any, Any]) -> list[Any]:
     found = []
     for numbered in itertools.product(*map(enumerate, properties)):
         values = [value for _, value in numbered]
-        values.append(two[sum(number for number, _ in numbered) % 2])
-        found.append(pytest.param(*values, id="-".join(map(str, values))))
+        turn = sum(number for number, _ in numbered) % 2
+        lasts = two if ALL else two[turn : turn + 1]
+        found += [pytest.param(*values, last, id="-".join(map(str, [*values, last]))) for last in lasts]
     return found
