@@ -1,5 +1,6 @@
 # make demo   set up everything and train the built-in model on this machine (writes runs/demo)
-# make test   set up everything and run the tests, on up to four cores at a time
+# make test   set up everything and run the tests, on up to four cores at a time; with TIERZERO_TEST_ALL=1 in all
+#             combinations of what they cross, which takes some minutes more
 # make dev    set up everything that .ci/run needs
 # make bench  set up everything and run the benchmarks (that of the drive needs fio)
 # PYTHON=python3.12 chooses the interpreter; VENV=dir the environment.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overlap_loops import Clock, Offloaded, Plain, decoder_task, waiting_task
+from overlap_loops import WIDTH, Clock, Offloaded, Plain, decoder_task, waiting_task
 from timeline import draw
 from turns import case, cpu, head, in_turns, load, row, say, summary
 
@@ -73,7 +73,7 @@ def waiting(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases (a)."""
     torch.set_num_threads(1)  # the little that is multiplied
     clock = Clock()
-    task = waiting_task(args.blocks, clock)
+    task = waiting_task(args.blocks, clock, args.width)
     plain = Plain(task, NEVER)
     loops = {
         name: Offloaded(task, limit, str(Path(directory) / name), args.device)
@@ -136,7 +136,7 @@ def waiting(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
 def real(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases (b)."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    task = decoder_task(args.layers)
+    task = decoder_task(args.layers, args.hidden)
     plain = Plain(task, NEVER)
     loop = Offloaded(task, NEVER, str(Path(directory) / "real"), 1.0)
     for level in BATCHES.values():
@@ -197,9 +197,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
     parser.add_argument("--kind", nargs="+", choices=["waiting", "real"], default=["waiting", "real"])
-    parser.add_argument("--blocks", type=int, default=32, help="of the waiting model, 4.2 M parameters each")
+    parser.add_argument("--blocks", type=int, default=32, help="of the waiting model")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of a block, which has 4 x width^2 parameters")
     parser.add_argument("--device", type=float, default=0.25, help="share of the waiting model on the device")
-    parser.add_argument("--layers", type=int, default=12, help="of the decoder, 7 M parameters each")
+    parser.add_argument("--layers", type=int, default=12, help="of the decoder")
+    parser.add_argument(
+        "--hidden", type=int, default=768, help="of a layer, a multiple of 64; 12 x hidden^2 parameters"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a row, for one sample")
     args = parser.parse_args()

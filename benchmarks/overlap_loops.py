@@ -60,9 +60,9 @@ class WaitingBlock(nn.Module):
 class Waiting(nn.Module):
     """Compute that leaves the CPU free, as a GPU's does."""
 
-    def __init__(self, blocks: int, clock: Clock) -> None:
+    def __init__(self, blocks: int, clock: Clock, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(WaitingBlock(clock) for _ in range(blocks))
+        self.layers = nn.ModuleList(WaitingBlock(clock, width) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -78,22 +78,22 @@ class Task:
         self.loss = loss
 
 
-def waiting_task(blocks: int, clock: Clock) -> Task:
+def waiting_task(blocks: int, clock: Clock, width: int = WIDTH) -> Task:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return Waiting(blocks, clock).to(torch.bfloat16)
+        return Waiting(blocks, clock, width).to(torch.bfloat16)
 
     def loss(model: nn.Module, step: int, level: Any) -> torch.Tensor:
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
         out: torch.Tensor = model(x)
         return out
 
     return Task(make, loss)
 
 
-def decoder_task(layers: int) -> Task:
+def decoder_task(layers: int, hidden: int = 768) -> Task:
     """`level`: (sequences, tokens) of a batch."""
-    config = DecoderConfig(hidden=768, layers=layers, heads=12, vocab=4096)
+    config = DecoderConfig(hidden=hidden, layers=layers, heads=hidden // 64, vocab=4096)
 
     def make() -> nn.Module:
         torch.manual_seed(0)

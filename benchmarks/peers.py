@@ -43,12 +43,12 @@ def seconds_of(answer: dict[str, Any]) -> str:
     return f"{statistics.mean(answer['seconds']):.3f} s a step"
 
 
-def worker(stack: ExitStack, kind: str, python: str, directory: str) -> Worker:
+def worker(stack: ExitStack, kind: str, python: str, directory: str, small: bool) -> Worker:
     """The process that trains as `kind` does."""
     place = Path(directory) / kind
     place.mkdir()
     here, sources = Path(__file__).parent, Path(tierzero.__file__).parent / "cli"
-    command = [python, str(here / "peers_worker.py"), kind, str(place), str(sources)]
+    command = [python, str(here / "peers_worker.py"), kind, str(place), str(sources), *(["--small"] * small)]
     environment = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": PORTS.get(kind, "29610")}
     return stack.enter_context(Worker(command, environment))
 
@@ -62,7 +62,7 @@ def compare(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         workers = {}
         for kind, python in pythons.items():
             say(f"starting {kind}")
-            workers[kind] = worker(stack, kind, python, directory)
+            workers[kind] = worker(stack, kind, python, directory, args.small)
             workers[kind].ask(steps=1)  # one after the other: most of them compile or allocate much
         asks = {kind: partial(one.ask, steps=args.steps) for kind, one in workers.items()}
         answers = in_turns(asks, args.rounds + 1, seconds_of)
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
     parser.add_argument("--rounds", type=int, default=6, help="after one that is not counted")
     parser.add_argument("--steps", type=int, default=3, help="in a row, of each in each round")
+    parser.add_argument("--small", action="store_true", help="a model of 4 M, to see that it works")
     parser.add_argument("--peers-python", default="", help="a Python with torch and deepspeed")
     args = parser.parse_args()
     if not args.peers_python or not Path(args.peers_python).exists():

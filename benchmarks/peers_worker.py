@@ -22,6 +22,8 @@ from nvme_worker import answers, serve
 LR = 1e-4
 BATCH = (2, 128)  # sequences, tokens
 SHAPE = {"hidden": 768, "layers": 12, "heads": 12, "vocab": 16384}  # 110 M parameters
+SMALL = {"hidden": 256, "layers": 4, "heads": 4, "vocab": 1024}  # 4 M
+SPARE = {768: 96 << 20, 256: 8 << 20}  # bytes of host memory for everything but parameters and gradients
 
 
 def load(sources: str, name: str) -> Any:
@@ -80,7 +82,7 @@ class Tierzero(Trainer):
         self.tz = tz
         model = built(decoder, torch.bfloat16)
         params = sum(param.nbytes for param in model.parameters())
-        tiers = tz.Tiers(nvme=directory, host=2 * params + (96 << 20), device=params // 3, compute="cpu")
+        tiers = tz.Tiers(nvme=directory, host=2 * params + SPARE[SHAPE["hidden"]], device=params // 3, compute="cpu")
         self.model = tz.offload(model, tiers)
         self.optimizer = tz.AdamW(self.model.parameters(), lr=LR)
 
@@ -203,7 +205,9 @@ def main() -> None:
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("directory")
     parser.add_argument("sources")
+    parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    SHAPE.update(SMALL if args.small else {})
     out = answers()
     for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)

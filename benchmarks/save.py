@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overlap_loops import Clock, Offloaded, waiting_task
+from overlap_loops import WIDTH, Clock, Offloaded, waiting_task
 from save_reads import Sample, copied, reads, sequential
 from turns import case, head, in_turns, load, row, say
 
@@ -68,9 +68,9 @@ def tiers_of(model: Any, directory: Path, *, host: bool) -> tz.Tiers:
     return tz.Tiers(nvme=directory, host=ample.host_needed if host else ample.host_min, device="1GiB", compute="cpu")
 
 
-def offloaded(blocks: int, directory: Path, *, host: bool) -> tuple[Any, Any]:
+def offloaded(args: argparse.Namespace, directory: Path, *, host: bool) -> tuple[Any, Any]:
     """The waiting model after one step, in host memory or on the drive."""
-    task = waiting_task(blocks, Clock())
+    task = waiting_task(args.blocks, Clock(), args.width)
     model = task.make()
     tz.offload(model, tiers_of(model, directory, host=host))
     optimizer = tz.AdamW(model.parameters())
@@ -93,7 +93,7 @@ def rate(sample: Sample) -> float:
 def save(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases of throughput: ratios are better above 1."""
     models = {
-        name: offloaded(args.blocks, Path(directory) / name.replace(" ", "-"), host=name == "from host memory")
+        name: offloaded(args, Path(directory) / name.replace(" ", "-"), host=name == "from host memory")
         for name in ("from host memory", "from the drive")
     }
     measures: dict[str, Callable[[], Sample]] = {
@@ -118,10 +118,10 @@ def save(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
 def read(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases of reading."""
     names = {"states in host memory": True, "all on the drive": False}
-    models = {name: offloaded(args.blocks, Path(directory) / name, host=host) for name, host in names.items()}
+    models = {name: offloaded(args, Path(directory) / name, host=host) for name, host in names.items()}
     bare = {}
     for name, host in names.items():
-        model = waiting_task(args.blocks, Clock()).make()
+        model = waiting_task(args.blocks, Clock(), args.width).make()
         bare[name] = tz.offload(model, tiers_of(model, Path(directory) / f"bare, {name}", host=host))
     found = reads(args.rounds, models, bare, Path(directory))
     for model in [*(model for model, _ in models.values()), *bare.values()]:
@@ -133,7 +133,7 @@ def beside(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases of training beside a save."""
     torch.set_num_threads(1)  # the little that is multiplied
     clock = Clock()
-    loop = Offloaded(waiting_task(args.blocks, clock), NEVER, str(Path(directory) / "store"), 0.25)
+    loop = Offloaded(waiting_task(args.blocks, clock, args.width), NEVER, str(Path(directory) / "store"), 0.25)
     loop.steps(2, "")
     alone = min(loop.updates_alone("") for _ in range(3))
     path = Path(directory) / "save"
@@ -188,8 +188,8 @@ def snapshot(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     """The cases of snapshots."""
     cases = []
     for name, host in (("states in host memory", True), ("everything on the drive", False)):
-        task = waiting_task(args.blocks, Clock())
-        model, optimizer = offloaded(args.blocks, Path(directory) / str(host), host=host)
+        task = waiting_task(args.blocks, Clock(), args.width)
+        model, optimizer = offloaded(args, Path(directory) / str(host), host=host)
         homes, units = engine_of(model).homes, engine_of(model).units
         tz.snapshot(model, optimizer)
         own, other, changed = [], [], 0
@@ -289,7 +289,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
     parser.add_argument("--kind", nargs="+", choices=WORK, default=list(WORK))
-    parser.add_argument("--blocks", type=int, default=16, help="of the waiting model, 4.2 M parameters each")
+    parser.add_argument("--blocks", type=int, default=16, help="of the waiting model")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of a block, which has 4 x width^2 parameters")
     parser.add_argument("--layers", type=int, default=64, help="of the decoder whose memory is measured")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a row, for one sample without a save")

@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+import forked
 
 CODE = "import sys; sys.argv[0] = 'tierzero'; from tierzero.cli.main import app; app()"
 
@@ -70,21 +73,20 @@ def interrupt(out: Path, *settings: str, flags: tuple[str, ...] = (), line: str,
 
     Returns (exit code, stdout, stderr). A run that ends before it prints such a line is left to end.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-u", "-c", CODE, *train_arguments(out, *settings, flags=flags)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    seen = []
-    for text in process.stdout:
-        seen.append(text)
-        if text.startswith(line):
-            process.send_signal(signal)
-            break
-    rest, errors = process.communicate(timeout=240)
-    return process.returncode, "".join(seen) + rest, errors
+    with tempfile.TemporaryDirectory() as folder:
+        errors = Path(folder) / "errors"
+        arguments = train_arguments(out, *settings, flags=flags)
+        process, output = forked.start(forked.command, arguments, errors=errors)
+        seen = ""
+        with output:
+            for text in output:
+                seen += text
+                if text.startswith(line):
+                    assert process.pid is not None
+                    os.kill(process.pid, signal)
+                    break
+            seen += output.read()
+        return forked.code_of(process), seen, errors.read_text()
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from crossed import ALL
 from models import VOCAB
 from torch import nn
 
@@ -290,11 +291,16 @@ def check(
     placements: Sequence[str] = PLACEMENTS,
     units: Callable[[nn.Module], Any] | None = None,
     groups: Groups | None = None,
+    turn: int | None = None,
     **options: Any,
 ) -> None:
-    """Train `factory`'s model plain and in every placement and dtype, and compare everything."""
-    for dtype in dtypes:
-        for placement in placements:
+    """Train `factory`'s model plain and in every placement and dtype, and compare everything. With `turn`, every other
+    combination of the two: those of an even number and those of an odd one are all. See crossed.ALL.
+    """
+    for row, dtype in enumerate(dtypes):
+        for column, placement in enumerate(placements):
+            if turn is not None and not ALL and (turn + row + column) % 2:
+                continue
             model, fresh = make(factory, dtype), Plain(make(factory, dtype), groups)
             chosen = None if units is None else units(model)
             where = f"{str(dtype).removeprefix('torch.')}, {placement}"

@@ -130,23 +130,26 @@ def test_live_view_shows_the_step_and_rates() -> None:
     view = choose_view(console, quiet=False, every=5)
     assert isinstance(view, LiveView)
     with view.running(2, 12):
-        view.step(report(3))
+        view.step(report(3), "saving 43%")
         view.say("hello")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "3/12" in text
     assert "loss 2.5000" in text
     assert "tok/s" in text
+    assert "saving 43%" in text
     assert "hello" in text
 
 
-def test_quiet_view_says_nothing() -> None:
+def test_quiet_view_says_nothing_but_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(file=io.StringIO())
     view = choose_view(console, quiet=True, every=5)
     assert isinstance(view, QuietView)
     view.say("x")
     with view.running(0, 1):
-        view.step(report())
+        view.step(report(), "saving 43%")
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    view.warn("a save failed")
+    assert capsys.readouterr().err == "warning: a save failed\n"
 
 
 def test_meter_gives_differences() -> None:
@@ -178,18 +181,27 @@ def test_random_state_goes_through_json() -> None:
 def test_another_model_is_refused_and_other_settings_are_told(tmp_path: Path) -> None:
     config = load(None, ["model.preset=tiny"])
     saved = checkpoints.model_identity(config), checkpoints.loop_settings(config)
-    checkpoints.check_same_model(saved[0], load(None, ["model.preset=tiny", "tiers.host=64MiB", "train.steps=99"]))
+    other = load(None, ["model.preset=tiny", "tiers.host=64MiB", "train.steps=99"])
+    checkpoints.check_same_model(saved[0], other, tmp_path)
     for setting in ("model.layers=3", "train.dtype=float32"):
         with pytest.raises(ConfigError, match=setting.partition("=")[0]):
-            checkpoints.check_same_model(saved[0], load(None, ["model.preset=tiny", setting]))
+            checkpoints.check_same_model(saved[0], load(None, ["model.preset=tiny", setting]), tmp_path)
     told = checkpoints.changes(saved[1], load(None, ["model.preset=tiny", "train.steps=99"]))
     assert told[0] == "train.steps 40 -> 99"
+    here = checkpoints.model_identity(load(None, [f"model.path={tmp_path}"]))
+    (tmp_path / "moved").mkdir()
+    there = load(None, [f"model.path={tmp_path / 'moved'}"])
+    checkpoints.check_same_model(here, there, tmp_path, moved=True)  # of a portable one the tensors decide
+    with pytest.raises(ConfigError, match=r"model\.path is"):
+        checkpoints.check_same_model(here, there, tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.layers is"):
+        checkpoints.check_same_model(here, config, tmp_path, moved=True)
 
 
 def test_notes_of_snapshots_that_are_gone_are_removed(tmp_path: Path) -> None:
     config = load(None, [f"train.out={tmp_path}"])
     for step in (0, 20):
-        checkpoints.write_note(config, step, 2.0)
+        checkpoints.write_note(config, "id", step, 2.0)
     (note,) = (tmp_path / "checkpoints").iterdir()
     assert note.name == "step-00000020.json"
     assert json.loads(note.read_text())["step"] == 20

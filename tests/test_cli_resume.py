@@ -55,6 +55,7 @@ def test_a_polite_stop_saves_and_resumes(number: int, tmp_path: Path, straight: 
     same_end(out, straight)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, straight: Path) -> None:
     out = tmp_path / "out"
     moments = [

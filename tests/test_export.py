@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +200,67 @@ def test_a_drive_that_fills_up_at_the_index(tmp_path: Path, monkeypatch: pytest.
             tz.export(run.model, tmp_path / "out", max_shard=4000)
         assert str(caught.value.filename).endswith(".part")
         assert list((tmp_path / "out").iterdir()) == []
+
+
+KILLED = """
+import resource, signal, sys, torch
+from tierzero.checkpoint.export import export_tensors
+
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which kills when a file becomes too large
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+tensors = {"a": torch.zeros(1000), "b": torch.zeros(1000), "c": torch.zeros(1 << 20)}
+export_tensors(tensors, sys.argv[1], max_shard=5000)
+"""
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_what_a_killed_export_leaves_goes_with_the_next(single: bool, tmp_path: Path) -> None:
+    """Nothing else does, and nothing while another export goes on there."""
+    out = tmp_path / "out"
+    out.mkdir()
+    target = out / "weights.safetensors" if single else out
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(target)], check=False)
+    assert killed.returncode == -signal.SIGXFSZ
+    left = sorted(path.name for path in out.iterdir())
+    assert len(left) == (1 if single else 3)
+    mine = [".model.safetensors.part", ".other.safetensors.7-0123abcd.part", "model.safetensors.7-0123abcd.part"]
+    for name in mine:
+        (out / name).touch()
+    other = os.open(out, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_SH)
+    new = ["weights.safetensors"] if single else ["model.safetensors"]
+    export_tensors({"a": torch.ones(3)}, target)
+    assert sorted(path.name for path in out.iterdir()) == sorted([*left, *mine, *new])
+    os.close(other)
+    export_tensors({"a": torch.ones(3)}, target)
+    assert sorted(path.name for path in out.iterdir()) == sorted([*mine, *new])
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the embedding's, whose inputs are ids
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_export_inside_a_pass(where: str, tmp_path: Path) -> None:
+    """Refused in hooks of every module, with a sentence; the pass goes on, and afterwards it works."""
+    tried: list[str] = []
+
+    def export(*_: Any) -> None:
+        with pytest.raises(tz.TierzeroError, match=rf"a {where} of the Net goes on: export outside of it"):
+            tz.export(run.model, tmp_path / "out")
+        tried.append(where)
+
+    with pair(tmp_path / "run", models.Net, "nvme") as (plain, run):
+        hooks = [
+            module.register_forward_hook(export) if where == "forward" else module.register_full_backward_hook(export)
+            for module in run.model.modules()
+            if not isinstance(module, torch.nn.ModuleList) and (module is not run.model or where == "forward")
+        ]
+        loss_of(run.model, next(batches(1))).backward()
+        for hook in hooks:
+            hook.remove()
+        assert len(tried) == len(hooks) > 2
+        run.zero_grad()
+        train_both([("", run)], plain, 1)
+        tz.export(run.model, tmp_path / "out")
+        exported = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(torch.equal(value, exported[name]) for name, value in plain.model.state_dict().items())
+    tz.export(torch.nn.Linear(2, 2), tmp_path / "plain")
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"weight", "bias"}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import larger_than_memory as script
+import pytest
 import torch
 from oracle import Plain, same
 from safetensors.torch import load_file
@@ -51,6 +52,7 @@ def limited(limit: int) -> Iterator[tuple[Path, Path] | None]:
     yield None
 
 
+@pytest.mark.slow
 def test_four_times_the_limit(tmp_path: Path) -> None:
     """Built on meta, loaded, trained, saved, resumed, exported under the limit; outside it the export loads
     strictly into the plain model, and is what the plain loop gives, to the bit.

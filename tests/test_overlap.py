@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from models import SHAPES, Net
 from oracle import Plain, Tiered, assert_same, batches, collected, loss_of, make, same, tiered, tiers_for, train_both
 from test_engine_nonfinite import snapshot_of
@@ -29,7 +30,8 @@ CLIPS: dict[str, Callable[[int, float], float | None]] = {
     "sometimes": lambda step, norm: norm * (0.6 if step % 3 == 1 else 2.0),
     "always": lambda step, norm: 0.3 * norm,
 }
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = pytest.mark.parametrize("dtype", PRECISIONS.values(), ids=PRECISIONS)
 PLACES = pytest.mark.parametrize("placement", ["nvme", "cached"])
 
 
@@ -52,12 +54,13 @@ def counts(run: Tiered) -> tuple[int, int, int, int]:
     return tuple(int(stats[key]) for key in ("guesses", "guesses_right", "guesses_redone", "guesses_dropped"))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@DTYPES
-@pytest.mark.parametrize("shape", ["tied", "lora", "block twice", "checkpoint", "odd sizes"])
-def test_parity_of_all_modes(shape: str, dtype: torch.dtype, accumulate: int, clip: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "precision", "clip", "accumulate"),
+    crossed(["tied", "lora", "block twice", "checkpoint", "odd sizes"], PRECISIONS, CLIPS, two=(1, 3)),
+)
+def test_parity_of_all_modes(shape: str, precision: str, clip: str, accumulate: int, tmp_path: Path) -> None:
     """In lockstep: eager on the drive and with parameters cached in host memory, auto, deferred."""
+    dtype = PRECISIONS[precision]
     plain = Plain(make(SHAPES[shape], dtype))
     from contextlib import ExitStack
 

@@ -262,3 +262,25 @@ def test_close_waits_for_a_save(tmp_path: Path) -> None:
     assert saving.done()
     assert saving.result() == tmp_path / "save"
     assert read_index(tmp_path / "save").tensors
+
+
+def test_what_a_save_says_of_itself(run: Tiered, tmp_path: Path) -> None:
+    """While it goes on, when it is done and when it has failed: place, progress, size, reason."""
+    going = tz.save(run.model, tmp_path / "saves" / "two", run.optimizer, limit=1 << 20)
+    size = read_index(tmp_path / "saves" / "one").files["__0_0.distcp"]
+    assert 0 < going.written < going.nbytes == size
+    assert f"{str(tmp_path / 'saves' / 'two')!r}: " in repr(going)
+    assert " written>" in repr(going)
+    assert going.seconds == 0
+    going.result()
+    index = tmp_path / "saves" / "two" / "tierzero.json"
+    assert going.nbytes == sum(file.stat().st_size for file in index.parent.iterdir()) - index.stat().st_size
+    assert going.written == size
+    assert going.seconds > 0
+    assert ": done, " in repr(going)
+    failed = tz.save(run.model, tmp_path / "saves" / "three", run.optimizer, limit=1 << 20)
+    (tmp_path / "saves" / "three").mkdir()
+    (tmp_path / "saves" / "three" / "mine").touch()
+    assert isinstance(failed.exception(), tz.StoreError)
+    assert ": failed: StoreError: " in repr(failed)
+    assert str(tmp_path / "saves" / "three") in repr(failed)

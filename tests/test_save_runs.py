@@ -35,6 +35,21 @@ def test_keep_counts_the_checkpoints_of_its_own_run(tmp_path: Path) -> None:
     assert names(saves) == ["a-2", "a-3", "b-2", "b-3"]
 
 
+def test_a_run_that_goes_on_from_a_snapshot_is_the_same(tmp_path: Path) -> None:
+    """Its `keep` counts what it saved before."""
+    saves, tiers = tmp_path / "saves", tiers_for(make(Net), "nvme", tmp_path / "store")
+    with tiered(make(Net), tiers) as first:
+        for step in (1, 2):
+            tz.save(first.model, saves / f"a-{step}", first.optimizer, keep=2, wait=True)
+        tz.snapshot(first.model, first.optimizer)
+    model = tz.offload(make(Net), tiers, resume=True)
+    optimizer = tz.AdamW(model.parameters())
+    tz.restore(model, optimizer)
+    tz.save(model, saves / "a-3", optimizer, keep=2, wait=True)
+    tz.close(model)
+    assert names(saves) == ["a-2", "a-3"]
+
+
 def test_mistaken_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A path that is not there, the directory above, states that nobody asks for, arguments in another order."""
     with tiered(make(Net), tiers_for(make(Net), "nvme", tmp_path / "store")) as run:

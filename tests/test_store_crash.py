@@ -6,13 +6,14 @@ import asyncio
 import errno
 import os
 import random
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -64,20 +65,19 @@ def test_kill_9_at_random_moments(tmp_path: Path, kind: str) -> None:
     draw = random.Random(kind)
     committed = 0
     for _ in range(int(os.environ.get("TIERZERO_KILLS", "4"))):
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", CHILD, str(tmp_path / "store"), kind], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
+        process, output = forked.start(forked.source, CHILD, [tmp_path / "store", kind], errors=tmp_path / "errors")
+        pid = process.pid
         lines = draw.randrange(1, 40)
-        for _ in range(lines):
-            word, *rest = process.stdout.readline().split()
-            if word == "step":
-                committed = int(rest[0])
-        process.kill()
-        for line in process.stdout:  # what it had committed before the signal arrived
-            if line.startswith("step"):
-                committed = int(line.split()[1])
-        process.wait()
+        with output:
+            for _ in range(lines):
+                word, *rest = output.readline().split()
+                if word == "step":
+                    committed = int(rest[0])
+            process.kill()
+            for line in output:  # what it had committed before the signal arrived
+                if line.startswith("step"):
+                    committed = int(line.split()[1])
+        assert forked.code_of(process) == -signal.SIGKILL
         if not committed:
             Store(tmp_path / "store").close()
             continue
@@ -86,7 +86,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, kind: str) -> None:
         step = store.resumed.meta["step"]
         assert step in (committed, committed + 1)  # the commit may have been done and not yet told
         assert store.stale is not None
-        assert store.stale.pid == process.pid
+        assert store.stale.pid == pid
 
         async def check(store: Store = store, step: int = step) -> None:
             await store.verify()

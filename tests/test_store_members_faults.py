@@ -6,13 +6,14 @@ import asyncio
 import errno
 import os
 import random
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from test_store_members import check, committed, drives, needs_native
@@ -116,19 +117,17 @@ def test_kill_9_at_random_moments(tmp_path: Path, engine: Any) -> None:
     draw, committed, where = random.Random(3), 0, drives(tmp_path, 3)
     for _ in range(int(os.environ.get("TIERZERO_KILLS", "4"))):
         order = draw.sample(where, 3)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", CHILD, *map(str, order)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        for _ in range(draw.randrange(1, 25)):
-            word, *rest = process.stdout.readline().split()
-            if word == "step":
-                committed = int(rest[0])
-        process.kill()
-        for line in process.stdout:  # what it had committed before the signal arrived
-            if line.startswith("step"):
-                committed = int(line.split()[1])
-        process.wait()
+        process, output = forked.start(forked.source, CHILD, order, errors=tmp_path / "errors")
+        with output:
+            for _ in range(draw.randrange(1, 25)):
+                word, *rest = output.readline().split()
+                if word == "step":
+                    committed = int(rest[0])
+            process.kill()
+            for line in output:  # what it had committed before the signal arrived
+                if line.startswith("step"):
+                    committed = int(line.split()[1])
+        assert forked.code_of(process) == -signal.SIGKILL
         if not committed:
             Store(draw.sample(where, 3), engine=engine).close()
             continue

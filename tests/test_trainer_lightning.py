@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import in_slices
 from trainers import MasterAdamW, Tokens, assert_same_weights, build, tiers
 
 import tierzero as tz
@@ -99,6 +100,17 @@ def test_losses_and_weights_are_those_of_lightning(tmp_path: Path) -> None:
     tz.close(ours)
 
 
+def test_micro_batches(tmp_path: Path) -> None:
+    """Every layer runs its two rows one by one: as Lightning with a module whose layers run over slices."""
+    plain, ours = Module(torch_adamw), Module(our_adamw)
+    in_slices(plain, plain.model.model.layers, 2)
+    fit(plain, tmp_path)
+    fit(ours, tmp_path, strategy=TierzeroStrategy(tiers(tmp_path / "store"), micro_batches=2))
+    assert ours.losses == plain.losses
+    assert_same_weights(ours, plain)
+    tz.close(ours)
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_16_bits(tmp_path: Path, precision: Any) -> None:
     """On float32 masters, or float32 parameters under autocast."""
@@ -139,3 +151,18 @@ def test_what_cannot_work(tmp_path: Path) -> None:
     tz.close(module)
     with pytest.raises(ConfigError, match='precision="64-true"'):
         fit(Module(our_adamw), tmp_path, precision="64-true", strategy=TierzeroStrategy(tiers(tmp_path / "other")))
+
+
+def test_16_mixed(tmp_path: Path) -> None:
+    """On the CPU Lightning says that it becomes bf16-mixed, with this strategy as without; a plugin that insists on
+    float16, as Lightning makes it on a GPU, is refused.
+    """
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        trainer = pl.Trainer(precision="16-mixed", strategy=TierzeroStrategy(tiers(tmp_path / "store")), **options)
+    assert trainer.precision == "bf16-mixed"
+    strategy = TierzeroStrategy(tiers(tmp_path / "store"))
+    with pytest.raises(ConfigError, match='precision="16-mixed" does not work in tiers'):
+        pl.Trainer(plugins=[MixedPrecision("16-mixed", "cpu")], strategy=strategy, **options)

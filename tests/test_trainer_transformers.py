@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_process import tierzero_here
+from pieces import in_slices
 from trainers import MasterAdamW, Tokens, assert_same_weights, build, tiers
 
 import tierzero as tz
@@ -117,6 +118,20 @@ def test_lora(tmp_path: Path) -> None:
     assert_same_weights(rest.model, whole.model)
     tz.close(rest.model)
     tz.close(whole.model)
+
+
+def test_micro_batches(tmp_path: Path) -> None:
+    """Three rows run through every layer as two and one, with dropout, evaluation and accumulation: as Trainer with a
+    model whose layers run over slices.
+    """
+    options: dict[str, Any] = {"per_device_train_batch_size": 3, "eval_strategy": "steps", "eval_steps": 2}
+    model = build()
+    plain = train(Trainer, in_slices(model, model.model.layers, 2), arguments(tmp_path / "plain", **options))
+    place: dict[str, Any] = {"tiers": tiers(tmp_path / "store"), "micro_batches": 2}
+    ours = train(TierzeroTrainer, build(), arguments(tmp_path / "ours", **options), **place)
+    assert history(ours) == history(plain)
+    assert_same_weights(ours.model, plain.model)
+    tz.close(ours.model)
 
 
 def test_16_bit_models_train_on_float32_masters(tmp_path: Path) -> None:

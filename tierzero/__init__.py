@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tierzero.api import unsharded as unsharded
     from tierzero.checkpoint.export import export as export
     from tierzero.checkpoint.load import load as load
-    from tierzero.checkpoint.save import Saving as Saving
     from tierzero.checkpoint.save import save as save
+    from tierzero.checkpoint.saving import Saving as Saving
     from tierzero.deferred import deferred_init as deferred_init
     from tierzero.initialize import initialize as initialize
     from tierzero.meta import parameters_on_meta as parameters_on_meta
@@ -40,7 +40,8 @@ _HOMES = {
     "unsharded",
     "tierzero.checkpoint.export": "export",
     "tierzero.checkpoint.load": "load",
-    "tierzero.checkpoint.save": "Saving save",
+    "tierzero.checkpoint.save": "save",
+    "tierzero.checkpoint.saving": "Saving",
     "tierzero.deferred": "deferred_init",
     "tierzero.initialize": "initialize",
     "tierzero.meta": "parameters_on_meta",

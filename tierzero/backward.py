@@ -37,11 +37,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from tierzero.clock import D2H, ENGINE
 from tierzero.errors import TierzeroError
 from tierzero.pager import Pager
+from tierzero.tensors import tensors_in
 from tierzero.unit import Unit
 
 
@@ -117,7 +117,7 @@ class Backward:
 
     def watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Notice when the gradients of all inputs are there: the unit's backward is over."""
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        inputs = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.requires_grad]
         watched = Inputs(len(inputs))
         left, over = watched.left, self._over
 
@@ -213,7 +213,9 @@ class Backward:
                 f"parameter {unit.names[index]} got a sparse gradient; build its embedding with sparse=False, AdamW "
                 "needs dense ones"
             )
-        for hook in (rest._backward_hooks or {}).values():
+        with torch._C.DisableTorchFunctionSubclass():  # as Paged would do itself, for each of them
+            hooks, after_hooks = rest._backward_hooks, getattr(rest, "_post_accumulate_grad_hooks", None)
+        for hook in (hooks or {}).values():
             changed = hook(grad)
             grad = grad if changed is None else changed
         unit.own_grads()
@@ -230,7 +232,7 @@ class Backward:
             self.metrics.clock.enter(before)
             if watch is not None:
                 watch.end(key)
-        for after in (getattr(rest, "_post_accumulate_grad_hooks", None) or {}).values():
+        for after in (after_hooks or {}).values():
             after(rest)
 
 

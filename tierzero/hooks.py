@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tierzero.activations import Activations
 from tierzero.arrivals import Arrivals
@@ -45,6 +45,7 @@ from tierzero.modules import ModuleHook, is_nested
 from tierzero.pager import Pager
 from tierzero.ranges import ProfilerRanges
 from tierzero.saved import Keep, Kept, Net, unit_of
+from tierzero.tensors import tensors_in
 from tierzero.unit import Unit
 
 
@@ -156,7 +157,7 @@ class Hooks:
     def _leave_root(self, output: Any) -> Any:
         changed = None
         if self.roots and self.roots[-1].task == torch._C._current_graph_task_id():
-            changed = self._without_views(list(self.roots[-1].lent.values()), output)
+            changed = self._without_views(list(self.roots[-1].lent.values()), output, tensors_in([output]))
             self._leave_last_root()
         if not self.roots and not in_backward():
             self.root_train = None
@@ -184,11 +185,8 @@ class Hooks:
         return Net(self.by_storage, self.backward.fault, self.keep)
 
     def _hook(self, unit: Unit) -> None:
-        self.add(
-            unit.module,
-            lambda args, kwargs: self.pre_forward(unit, args, kwargs),
-            lambda output: self.post_forward(unit, output),
-        )
+        before, after = functools.partial(self.pre_forward, unit), functools.partial(self.post_forward, unit)
+        self.add(unit.module, before, after)
 
     def remove(self) -> None:
         """Take every hook off the modules and let go of them: what is left of the engine must not keep them alive."""
@@ -228,20 +226,22 @@ class Hooks:
         while self.frames[-1].unit is not unit:
             self._leave_last()
         frame = self.frames[-1]
-        leaving = [one for one in (unit, *frame.lent.values()) if len(one.pins) == 1]
-        changed = self._without_views(leaving, output) if frame.acquired else None
-        output = output if changed is None else changed
-        if frame.acquired and not in_backward():
-            keep_changes(self.pager, unit)
-        if frame.acquired and in_backward():
+        if not frame.acquired:
+            self._leave_last()
+            return None
+        tensors = tensors_in([output])
+        leaving = [one for one in (unit, *frame.lent.values()) if not one.pins.others(frame)]
+        changed = self._without_views(leaving, output, tensors)
+        if changed is not None:
+            tensors = tensors_in([changed])
+        if in_backward():
             self.pager.begin_backward(unit, record=False)
+        else:
+            keep_changes(self.pager, unit)
         self._leave_last()
-        if frame.acquired:
-            for tensor in tree_leaves(output):
-                if not (isinstance(tensor, torch.Tensor) and tensor.requires_grad):
-                    continue
-                if frame.inputs is None or not frame.inputs.passed_on(tensor):
-                    self.backward.watch_output(unit, tensor)
+        for tensor in tensors:
+            if tensor.requires_grad and (frame.inputs is None or not frame.inputs.passed_on(tensor)):
+                self.backward.watch_output(unit, tensor)
         return changed
 
     @contextmanager
@@ -278,18 +278,12 @@ class Hooks:
         if self.metrics.watch is not None:
             self.metrics.watch.end(frame)
 
-    def _without_views(self, units: list[Unit], output: Any) -> Any:
-        """`output` with copies of what views the storage of one of `units`, and of parameters at rest; None if there
-        are none.
+    def _without_views(self, units: list[Unit], output: Any, tensors: list[torch.Tensor]) -> Any:
+        """`output`, which contains `tensors`, with copies of those that view the storage of one of `units`, and of
+        parameters at rest; None if there are none.
         """
-
-        def views(leaf: Any) -> bool:
-            found = isinstance(leaf, torch.Tensor) and unit_of(leaf, self.by_storage) in units
-            return found or self.lending.lends(leaf)
-
-        if not any(views(leaf) for leaf in tree_leaves(output)):
-            return None
-        return tree_map(lambda leaf: leaf.clone() if views(leaf) else leaf, output)
+        views = [id(one) for one in tensors if unit_of(one, self.by_storage) in units or self.lending.lends(one)]
+        return tree_map(lambda leaf: leaf.clone() if id(leaf) in views else leaf, output) if views else None
 
     def wrap_method(self, module: nn.Module, name: str) -> None:
         """Run the method `name` of `module` as if it were a forward of the innermost unit around it."""

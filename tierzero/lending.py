@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tierzero.errors import PagedOutError, TierzeroError
 from tierzero.paged import Paged
@@ -28,6 +28,7 @@ from tierzero.pager import Pager
 from tierzero.pins import Pin
 from tierzero.saved import unit_of
 from tierzero.source import ParamSource
+from tierzero.tensors import tensors_in
 from tierzero.unit import Unit
 
 
@@ -100,7 +101,7 @@ class Lending:
         try:
             args, kwargs = tree_map(live, (args, kwargs))
             result = func(*args, **kwargs)
-            views = [unit_of(leaf, self.by_storage) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            views = [unit_of(tensor, self.by_storage) for tensor in tensors_in([result])]
             for unit in units.values():
                 if any(view is unit for view in views):
                     self._keep(unit, borrower)

@@ -107,6 +107,12 @@ class Metrics:
         with self._lock:
             self._peak(self.device_used + nbytes)
 
+    def gradient(self, nbytes: int) -> None:
+        """A gradient has left the device for host memory."""
+        with self._lock:
+            self.d2h += nbytes
+            self._peak(self.device_used + nbytes)
+
     def needed(self, nbytes: int) -> None:
         """A device budget below `nbytes` would not have done."""
         with self._lock:

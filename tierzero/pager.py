@@ -92,7 +92,7 @@ class Pager:
         its rest parameters come back with the last pin.
         """
         self.transfer.after_use(unit)
-        if register_rest and not unit.in_backward and len(unit.pins) == (pin in unit.pins):
+        if register_rest and not unit.in_backward and not unit.pins.others(pin):
             unit.register_rest()
         unit.pins.discard(pin)
         self.residency.kick()

@@ -39,6 +39,13 @@ class Pins:
     def __len__(self) -> int:
         return sum(ref() is not None for ref in tuple(self._refs.values())) if self._refs else 0
 
+    def others(self, pin: Pin) -> bool:
+        """Whether a pin that is not `pin` is there."""
+        refs = self._refs
+        return len(refs) > (id(pin) in refs) and any(
+            key != id(pin) and ref() is not None for key, ref in tuple(refs.items())
+        )
+
     def __contains__(self, pin: Pin) -> bool:
         return id(pin) in self._refs
 

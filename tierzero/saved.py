@@ -114,23 +114,45 @@ def unit_of(tensor: torch.Tensor, by_storage: Mapping[int, Unit]) -> Unit | None
     return None
 
 
+class _Pack:
+    """What autograd calls with a tensor that it saves; `outer` is the pair that was active before."""
+
+    __slots__ = ("by_storage", "keep", "outer")
+
+    def __init__(self, by_storage: Mapping[int, Unit], keep: Keep, outer: tuple[Pack, Unpack] | None) -> None:
+        self.by_storage = by_storage
+        self.keep = keep
+        self.outer = outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        unit = unit_of(tensor, self.by_storage)
+        if unit is not None:
+            return _Weight(unit, tensor)
+        return self.outer[0](tensor) if self.outer is not None else self.keep(tensor)
+
+
 class Net:
     """Saved-tensor hooks; see Note [saved weights]. `fault(unit)` must leave the unit resident; it is called when a
-    weight is unpacked. `keep(tensor)` takes a tensor that nobody else packs.
+    weight is unpacked. `keep(tensor)` takes a tensor that nobody else packs. Where the innermost pair is that of the
+    same model already, there is nothing to enter.
 
     Signal handlers run after a call or at the start of a function, never between an assignment and the C function that
     follows it: `_entered` tells at every moment whether a pair is on autograd's stack for this.
     """
 
-    __slots__ = ("_entered", "_pack", "_unpack")
+    __slots__ = ("_by_storage", "_entered", "_fault", "_keep")
 
     def __init__(self, by_storage: Mapping[int, Unit], fault: Callable[[Unit], None], keep: Keep = Kept) -> None:
-        self._pack, self._unpack = _hooks(by_storage, fault, keep)
+        self._by_storage, self._fault, self._keep = by_storage, fault, keep
         self._entered = False
 
     def enter(self) -> None:
         """Push them onto autograd's stack."""
-        pack, unpack, push = self._pack, self._unpack, torch._C._autograd._push_saved_tensors_default_hooks
+        outer = _top()
+        if outer is not None and isinstance(outer[0], _Pack) and outer[0].by_storage is self._by_storage:
+            return
+        pack, push = _Pack(self._by_storage, self._keep, outer), torch._C._autograd._push_saved_tensors_default_hooks
+        unpack = _unpack(self._fault, outer)
         try:
             self._entered = True
             push(pack, unpack)
@@ -159,15 +181,7 @@ def _top() -> tuple[Pack, Unpack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None], keep: Keep) -> tuple[Pack, Unpack]:
-    outer = _top()
-
-    def pack(tensor: torch.Tensor) -> Any:
-        unit = unit_of(tensor, by_storage)
-        if unit is not None:
-            return _Weight(unit, tensor)
-        return outer[0](tensor) if outer is not None else keep(tensor)
-
+def _unpack(fault: Callable[[Unit], None], outer: tuple[Pack, Unpack] | None) -> Unpack:
     def unpack(packed: Any) -> torch.Tensor:
         if type(packed) is _Weight:
             packed.check()
@@ -178,4 +192,4 @@ def _hooks(by_storage: Mapping[int, Unit], fault: Callable[[Unit], None], keep: 
         assert outer is not None
         return outer[1](packed)
 
-    return pack, unpack
+    return unpack

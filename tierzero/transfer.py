@@ -95,8 +95,7 @@ class Transfer:
         """Copy (or add) one gradient to its place in host memory."""
         with self.metrics.d2h_busy:
             self._take_grad(unit, grad, view, accumulate)
-        self.metrics.add("d2h", grad.nbytes)
-        self.metrics.device_passing(grad.nbytes)
+        self.metrics.gradient(grad.nbytes)
 
     def _take_grad(self, unit: Unit, grad: torch.Tensor, view: torch.Tensor, accumulate: bool) -> None:
         if accumulate:

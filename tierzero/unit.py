@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -138,9 +138,8 @@ class Unit:
         Leaves tensors alone that somebody else put there (torch.func.functional_call). Raises TierzeroError for
         parameters that took our place.
         """
-        self._open()
+        self._open(range(len(self.live)))
         for index, (live, rest, slots) in enumerate(zip(self.live, self.rest, self.slots, strict=True)):
-            self._follow(index)
             for module, name in slots:
                 there = module._parameters.get(name)
                 if there is rest:
@@ -155,23 +154,23 @@ class Unit:
 
     def lend(self, index: int) -> LiveParameter:
         """A live parameter for use outside the unit's modules, while the unit is pinned. `register_rest` ends it."""
-        self._open()
-        self._follow(index)
+        self._open([index])
         return self.live[index]
 
-    def _open(self) -> None:
+    def _open(self, indices: Iterable[int]) -> None:
+        """Open the live parameters; those at `indices` follow requires_grad."""
         first, self.live_registered = not self.live_registered, True
-        for live in self.live:
-            live.open()
-        if first:
-            self.values.at_rest()
-
-    def _follow(self, index: int) -> None:
-        live, rest = self.live[index], self.rest[index]
-        if live.requires_grad != rest.requires_grad:
-            if rest.requires_grad and self.layout.places[index].grad < 0:
-                raise self._frozen(index)
-            live.requires_grad_(rest.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():  # flags need none of Paged's care, which would cost most of this
+            for live in self.live:
+                live.open()
+            if first:
+                self.values.at_rest()
+            for index in indices:
+                live, rest = self.live[index], self.rest[index]
+                if live.requires_grad != rest.requires_grad:
+                    if rest.requires_grad and self.layout.places[index].grad < 0:
+                        raise self._frozen(index)
+                    live.requires_grad_(rest.requires_grad)
 
     def register_rest(self) -> None:
         """Put the rest parameters into every slot: the first time, and then wherever the live one stands."""
@@ -293,7 +292,8 @@ class Unit:
         if kept is not None:  # by somebody who expects a gradient to stay what it was
             kept.part()
         grad = HostGrad.over(view, functools.partial(_touch, weakref.ref(self), index))
-        self.rest[index].grad = grad
+        with torch._C.DisableTorchFunctionSubclass():
+            self.rest[index].grad = grad
         self.published[index] = weakref.ref(grad)
         return view
 
@@ -307,18 +307,20 @@ class Unit:
         """The gradient of one parameter as a plain tensor in the unit's buffer (a foreign `.grad` is copied in), or
         None.
         """
-        grad = self.rest[index].grad
+        view = self.grad_views[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self.rest[index].grad
+            if isinstance(grad, HostGrad) and view is not None and grad.data_ptr() == view.data_ptr():
+                return view
         if grad is None:
             return None
-        view = self.grad_views[index]
         plain = grad.plain if isinstance(grad, HostGrad) else grad
         ours = view is not None and plain.data_ptr() == view.data_ptr()
-        if view is None or not ours or plain is grad:
-            # `p.grad = p.grad.detach()` is still the clipped gradient
-            coef, unscaled = (self.coef[index], self.unscaled[index]) if ours else (1.0, 1.0)
-            view = self.publish_grad(index)
-            view.copy_(plain)
-            self.coef[index], self.unscaled[index] = coef, unscaled
+        # `p.grad = p.grad.detach()` is still the clipped gradient
+        coef, unscaled = (self.coef[index], self.unscaled[index]) if ours else (1.0, 1.0)
+        view = self.publish_grad(index)
+        view.copy_(plain)
+        self.coef[index], self.unscaled[index] = coef, unscaled
         return view
 
     def fold_clip(self, index: int, *, clip: bool = True, scale: bool = True) -> None:

@@ -136,6 +136,7 @@ class Writer:
         """
         self.file = file
         self.hurry = hurry
+        self.written = 0  # bytes
         self.rest = rest
         self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
         for _ in range(BUFFERS):
@@ -207,6 +208,7 @@ class Writer:
         except BaseException as error:
             self._gives_up(error, buffer)
             return
+        self.written += end
         self._free.put_nowait(buffer)
 
     def _gives_up(self, error: BaseException, buffer: torch.Tensor) -> None:

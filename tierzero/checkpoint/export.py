@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierzero.api import check_outside, engine_of
+from tierzero.checkpoint.leftovers import exporting, part_of
 from tierzero.checkpoint.safetensors import DTYPES, INDEX, SINGLE, read_safetensors
 from tierzero.checkpoint.writer import SequentialFile
 from tierzero.errors import StoreCorruptError, StoreError, TierzeroError, naming
@@ -36,6 +39,7 @@ from tierzero.parts import read_in_parts, unit_of
 from tierzero.sizes import format_size, parse_size
 
 _MARK = "tierzero"  # in the metadata of what was exported
+_NAMES = re.compile(r"model(\.\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # of all files in a directory
 
 
 @dataclass
@@ -65,9 +69,16 @@ def export(
     overwrite: replace weights that are not an earlier export. Other files in the directory are left alone.
 
     16 MiB are in memory at a time. Waits for queued updates. What was at `path` stands until the new files are whole
-    and durable; see Note [one export or the other]. Raises OSError(ENOSPC) before anything is written where the drive
-    has no room, StoreError for foreign weights in the way, TierzeroError for what safetensors cannot hold.
+    and durable; see Note [one export or the other]. What a killed export has left there goes away.
+    Raises OSError(ENOSPC) before anything is written where the drive has no room, StoreError for foreign weights in the
+    way, TierzeroError for what safetensors cannot hold, and inside a forward or backward of the model, in hooks too.
     """
+    try:
+        engine = engine_of(model)
+    except TierzeroError:
+        pass  # a model that is not offloaded
+    else:
+        check_outside(engine, engine.model() or model, "export")
     tensors = model.state_dict(keep_vars=True)
     return export_tensors(tensors, path, max_shard=max_shard, tied=tied, metadata=metadata, overwrite=overwrite)
 
@@ -95,20 +106,21 @@ def export_tensors(
     marks = {"format": "pt", _MARK: "export", **(metadata or {})}
     if not all(isinstance(one, str) for pair in marks.items() for one in pair):
         raise TypeError(f"the metadata of a safetensors file are strings by name, got {dict(metadata or {})!r}")
-    names = _names(folder, len(shards))
+    names = [target.name] if single else _names(folder, len(shards))
     token = f"{os.getpid()}-{secrets.token_hex(4)}"  # two exports may go on at once, in one process too
-    parts = [folder / f".{name}.{token}.part" for name in names]
-    try:
-        for shard, part in zip(shards, parts, strict=True):
-            _write(part, shard, marks)
-        if single:
-            os.replace(parts[0], target)
-        else:
-            _switch(folder, shards, parts, names, before, token)
-        _sync(folder)
-    finally:
-        for part in parts:
-            part.unlink(missing_ok=True)
+    parts = [folder / part_of(name, token) for name in names]
+    with exporting(folder, lambda name: name == target.name if single else _NAMES.fullmatch(name) is not None):
+        try:
+            for shard, part in zip(shards, parts, strict=True):
+                _write(part, shard, marks)
+            if single:
+                os.replace(parts[0], target)
+            else:
+                _switch(folder, shards, parts, names, before, token)
+            _sync(folder)
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
     return target
 
 
@@ -239,7 +251,7 @@ def _switch(
             "metadata": {"total_size": sum(shard.nbytes for shard in shards), **({"tied": ties} if ties else {})},
             "weight_map": placed,
         }
-        fresh = folder / f".{INDEX}.{token}.part"
+        fresh = folder / part_of(INDEX, token)
         try:
             with naming(fresh), open(fresh, "w") as file:
                 file.write(json.dumps(index, indent=2) + "\n")

@@ -56,6 +56,7 @@ def snapshot(
         "steps": {unit.name: list(unit.steps) for unit in engine.units},
         "generic": {unit.name: unit.generic.describe() for unit in engine.units if unit.generic is not None},
         "groups": describe_groups(optimizer),
+        "lineage": engine.lineage,
     }
     kept = json.loads(json.dumps({**meta, OWN: own}))  # as it comes back, whatever the caller does with it
     buffers = {key: value.detach().cpu().clone().contiguous() for key, value in persistent_buffers(engine).items()}
@@ -139,6 +140,7 @@ def restore(engine: Engine, optimizer: Optimizers) -> dict[str, Any]:
         engine.metrics.add("nvme_read_expected", raw.numel())
         put_buffers(engine, raw)
     put_back(engine, optimizer, own)
+    engine.lineage = own["lineage"]  # what it saves from now on is of the same run
     return meta
 
 

@@ -1,11 +1,12 @@
-"""Checkpoints of a run: what goes into the store's snapshot beside the tensors, and a note on disk for people.
+"""Checkpoints of a run: what goes into snapshots and portable checkpoints beside the tensors, and a note on disk.
 
-The tensors are in the store; its manifest alone decides what can be resumed. The notes in `<out>/checkpoints` tell
-which snapshot is there, and nothing reads them back.
+What can be resumed is decided by the store's manifest and the checkpoints themselves. The note in `<out>/checkpoints`
+tells people, and `tierzero ckpt`, where they are.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tierzero.cli.config import Config
@@ -13,7 +14,8 @@ from tierzero.cli.files import write_json
 from tierzero.errors import ConfigError
 
 
-def snapshot_name(step: int) -> str:
+def name_of(step: int) -> str:
+    """Of the snapshot, or the portable checkpoint, after that many steps."""
     return f"step-{step:08d}"
 
 
@@ -42,17 +44,19 @@ def loop_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def check_same_model(saved: dict[str, Any], config: Config) -> None:
-    """ConfigError naming every setting under which the checkpoint would not fit the model."""
+def check_same_model(saved: dict[str, Any], config: Config, where: Path, *, moved: bool = False) -> None:
+    """ConfigError naming every setting under which the checkpoint in `where` would not fit the model. `moved`: the
+    model's directory may be another one; whether it holds the same model is seen as the tensors are compared.
+    """
     now = model_identity(config)
     wrong = [
         f"{key} is {now.get(key)} and was {saved.get(key)}"
         for key in dict.fromkeys([*saved, *now])
-        if saved.get(key) != now.get(key)
+        if saved.get(key) != now.get(key) and not (moved and key == "model.path" and key in saved and key in now)
     ]
     if wrong:
         raise ConfigError(
-            f"the checkpoint in {config.train.out} is of another model: {'; '.join(wrong)}. "
+            f"the checkpoint in {where} is of another model: {'; '.join(wrong)}. "
             "Set it back to go on, or start another run with another train.out"
         )
 
@@ -63,16 +67,18 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     return [f"{key} {saved.get(key)} -> {value}" for key, value in now.items() if saved.get(key) != value]
 
 
-def write_note(config: Config, step: int, loss: float | None) -> None:
+def write_note(config: Config, run: str, step: int, loss: float | None) -> None:
     """`checkpoints/step-NNNNNNNN.json` for the snapshot just committed; notes of earlier ones are removed."""
     folder = config.train.out / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    note = folder / f"{snapshot_name(step)}.json"
+    note = folder / f"{name_of(step)}.json"
     write_json(
         note,
         {
-            "snapshot": snapshot_name(step),
+            "snapshot": name_of(step),
             "store": str(config.store.resolve()),
+            "run": run,
+            "checkpoints": str(config.checkpoint_folder.resolve()),
             "step": step,
             "loss": loss,
             "model": model_identity(config),

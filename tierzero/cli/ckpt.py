@@ -94,7 +94,9 @@ def rm(path: Path, name: str | None, *, yes: bool) -> None:
     entry.check_unused()
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"{entry.name} in {entry.path} is not removed unasked: pass --yes")
+            raise ConfigError(
+                f"{entry.name} in {entry.path} is not removed: there is no terminal to ask on. Pass --yes to do it"
+            )
         typer.confirm(
             f"Remove the {entry.kind} {entry.name} in {entry.path} ({format_size(entry.nbytes)})?", abort=True
         )

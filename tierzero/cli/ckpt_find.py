@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tierzero import manifest as manifests
 from tierzero import members
@@ -16,7 +17,7 @@ from tierzero.cli.ckpt_portable import Portable
 from tierzero.cli.ckpt_snapshot import snapshots_in
 from tierzero.errors import ConfigError, TierzeroError
 
-_DEPTH = 2  # how far below a path to look: out/checkpoint-500/tierzero is a checkpoint in `out`
+_DEPTH = 3  # how far below a path to look: runs/demo/checkpoints/step-00000020 is a checkpoint in `runs`
 
 
 def find(path: Path) -> list[Entry]:
@@ -24,10 +25,15 @@ def find(path: Path) -> list[Entry]:
     if not path.is_dir():
         raise ConfigError(f"{path} is {'a file' if path.exists() else 'not there'}: name the directory of a checkpoint")
     found = list(_below(path, path, _DEPTH))
-    for store in _stores_of_run(path):
-        found += snapshots_in(store)
-    # a store may be met in several of its directories
-    found = list({(entry.path.resolve(), entry.kind, entry.name): entry for entry in found}.values())
+    for note in _notes(path):
+        if isinstance(note.get("store"), str) and os.path.isdir(note["store"]):
+            found += snapshots_in(Path(note["store"]))
+        found += _checkpoints_of(note)
+    # a store may be met in several of its directories, a checkpoint on both ways
+    seen: dict[Any, Entry] = {}
+    for entry in found:
+        seen.setdefault((entry.path.resolve(), entry.kind, entry.name if entry.kind == "snapshot" else ""), entry)
+    found = list(seen.values())
     if not found:
         raise ConfigError(
             f"{path} holds no checkpoint: name what tierzero.save wrote, a store with a snapshot, a run's directory, "
@@ -62,15 +68,26 @@ def _at(path: Path, base: Path) -> Iterator[Entry]:
         yield entry
 
 
-def _stores_of_run(path: Path) -> Iterator[Path]:
-    """The stores that the notes of `tierzero train` name."""
-    for note in sorted((path / "checkpoints").glob("*.json")):
+def _notes(path: Path) -> Iterator[dict[str, Any]]:
+    """What `tierzero train` has written into the directory of a run about its checkpoints."""
+    for file in sorted((path / "checkpoints").glob("*.json")):
         try:
-            store = Path(json.loads(note.read_text())["store"])
-        except (OSError, ValueError, KeyError, TypeError):
+            note = json.loads(file.read_text())
+        except (OSError, ValueError, RecursionError):
             continue
-        if store.is_dir():
-            yield store
+        if isinstance(note, dict):
+            yield note
+
+
+def _checkpoints_of(note: dict[str, Any]) -> Iterator[Entry]:
+    """The portable checkpoints of the run of a note, wherever they lie."""
+    folder, run = note.get("checkpoints"), note.get("run")
+    if not isinstance(folder, str) or not isinstance(run, str) or not os.path.isdir(folder):
+        return
+    for _, one in place.checkpoints_in(Path(folder), run):
+        entry = Portable(one)
+        entry.name = str(one)
+        yield entry
 
 
 def find_one(path: Path, name: str | None, *, latest: bool = True) -> Entry:

@@ -98,6 +98,17 @@ class TiersSection(Section):
     gds: Literal["auto", "on", "off"] = "auto"
 
 
+class CheckpointSection(Section):
+    """Portable checkpoints: none unless `every` says after how many steps one is to be begun. `path`: the directory in
+    which they lie, `keep`: how many of them, 0 for all, `limit`: bytes per second to write at most.
+    """
+
+    every: Positive | None = None
+    path: PathValue | None = None
+    keep: Annotated[int, Field(ge=0)] | None = None
+    limit: Annotated[int | float | str, BeforeValidator(values.limit)] | None = None
+
+
 class Config(Section):
     """The whole configuration; `load` makes one."""
 
@@ -105,6 +116,7 @@ class Config(Section):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     tiers: TiersSection = TiersSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     @property
     def shape(self) -> dict[str, int]:
@@ -133,6 +145,17 @@ class Config(Section):
         return self.train.warmup if self.train.warmup is not None else min(100, self.train.steps // 12)
 
     @property
+    def checkpoint_folder(self) -> Path:
+        """The directory of portable checkpoints, whether there are to be any or not."""
+        return self.checkpoint.path or self.train.out / "checkpoints"
+
+    @property
+    def checkpoints_kept(self) -> int | None:
+        """How many portable checkpoints stay, None: all."""
+        keep = 2 if self.checkpoint.keep is None else self.checkpoint.keep
+        return keep or None
+
+    @property
     def stores(self) -> list[Path]:
         """The directories on NVMe, one per drive."""
         return self.tiers.nvme or [self.train.out / "store"]
@@ -148,6 +171,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": DataSection,
     "train": TrainSection,
     "tiers": TiersSection,
+    "checkpoint": CheckpointSection,
 }
 KEYS = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields]
 
@@ -276,6 +300,25 @@ def _check(config: Config) -> None:
         )
     if train.out.exists() and not train.out.is_dir():
         raise ConfigError(f"train.out {train.out} is a file: name a directory")
+    _check_checkpoint(config)
+
+
+def _check_checkpoint(config: Config) -> None:
+    own = config.checkpoint
+    for key in ("path", "keep", "limit"):
+        if own.every is None and getattr(own, key) is not None:
+            raise ConfigError(
+                f"checkpoint.{key} has no effect without checkpoint.every: say every how many steps, or remove it"
+            )
+    if own.path is None:
+        return
+    if own.path.exists() and not own.path.is_dir():
+        raise ConfigError(f"checkpoint.path {own.path} is a file: name a directory")
+    places = {path.resolve() for path in config.stores} | {config.train.out.resolve()}
+    if own.path.resolve() in places:
+        raise ConfigError(
+            f"checkpoint.path {own.path} holds other files of the run: name a directory for checkpoints only"
+        )
 
 
 def _check_decoder(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -37,17 +38,28 @@ class View(Protocol):
         """The context in which steps are shown, after `done` of `total` steps."""
         ...
 
-    def step(self, report: StepReport) -> None: ...
+    def warn(self, text: str) -> None:
+        """Something went wrong, and the run goes on."""
+        ...
+
+    def step(self, report: StepReport, also: str = "") -> None:
+        """A step is done; `also`: what else goes on."""
+        ...
 
 
-def describe(report: StepReport) -> str:
-    """Norms, speed, GB/s per link and what the step waited for."""
+def warn(text: str) -> None:
+    """A line on stderr, which is also for those who asked for quiet."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def describe(report: StepReport, also: str = "") -> str:
+    """Norms, speed, GB/s per link and what the step waited for, and what else goes on."""
     rate = report.rates()
     waited = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in report.stalls.items() if seconds >= 0.005)
     return (
         f"norm {report.grad_norm:.3f} -> {report.grad_norm_clipped:.3f}  {report.tokens_per_s:,.0f} tok/s  "
         f"GB/s: NVMe read {rate['nvme_read']:.2f} write {rate['nvme_written']:.2f} "
-        f"H2D {rate['h2d']:.2f} D2H {rate['d2h']:.2f}  waited: {waited or 'nothing'}"
+        f"H2D {rate['h2d']:.2f} D2H {rate['d2h']:.2f}  waited: {waited or 'nothing'}" + (f"  {also}" if also else "")
     )
 
 
@@ -65,14 +77,17 @@ class PlainView:
 
     phase = say
 
+    def warn(self, text: str) -> None:
+        warn(text)
+
     @contextmanager
     def running(self, done: int, total: int) -> Iterator[None]:
         self.total = total
         yield
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepReport, also: str = "") -> None:
         if self.first or report.step % self.every == 0 or report.step == self.total:
-            self.say(f"step {report.step}/{self.total}  loss {report.loss:.4f}  {describe(report)}")
+            self.say(f"step {report.step}/{self.total}  loss {report.loss:.4f}  {describe(report, also)}")
         self.first = False
 
 
@@ -99,6 +114,9 @@ class LiveView:
     def phase(self, text: str) -> None:
         self.console.print(Text(text, style="dim"), soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        warn(text)
+
     @contextmanager
     def running(self, done: int, total: int) -> Iterator[None]:
         self._task = self._bar.add_task("", total=total, completed=done, loss="")
@@ -106,25 +124,28 @@ class LiveView:
             yield
         self._live = None
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepReport, also: str = "") -> None:
         self._bar.update(self._task, completed=report.step, loss=f"loss {report.loss:.4f}")
         if self._live is not None:
-            self._live.update(Group(self._bar, Text(describe(report), style="cyan")))
+            self._live.update(Group(self._bar, Text(describe(report, also), style="cyan")))
 
 
 class QuietView:
-    """Says nothing."""
+    """Says nothing but what went wrong."""
 
     def say(self, text: str) -> None:
         pass
 
     phase = say
 
+    def warn(self, text: str) -> None:
+        warn(text)
+
     @contextmanager
     def running(self, done: int, total: int) -> Iterator[None]:
         yield
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepReport, also: str = "") -> None:
         pass
 
 

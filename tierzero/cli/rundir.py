@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tierzero import members
-from tierzero.cli.checkpoints import check_same_model
+from tierzero.checkpoint.place import checkpoints_in, discard, strange
 from tierzero.cli.config import Config
-from tierzero.cli.runid import id_in
+from tierzero.cli.portable import check_folder, found_in, is_of, made_by_train
+from tierzero.cli.runid import id_in, owner_of, same_place
 from tierzero.errors import ConfigError, TierzeroError
-from tierzero.manifest import Manifest
+from tierzero.manifest import Manifest, Snapshot
 
 FILES = ("metrics.jsonl", "summary.json", "sample.txt", "run.json", "trace.json", "report.html")
 FOLDERS = ("checkpoints", "tensorboard", "export")
 STORE = ("manifest.json", "data.bin", members.NAME)
-# what a run keeps with its snapshots
-_OURS = {"model": dict, "random": dict, "step": int, "scheduler": dict, "settings": dict, "text": str, "run": str}
 
 
 def holds_run(config: Config) -> bool:
@@ -36,27 +35,20 @@ def store_exists(store: Path) -> bool:
     return any(os.path.lexists(store / name) for name in STORE)
 
 
-def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any] | None:
-    """ConfigError when the run would mix with another, has nothing to go on from, or is of another model.
-
-    Touches nothing. With `resume`: the meta data of the snapshot to go on from. StoreError where a part of a store is
-    not there: it may only be that a drive is not mounted.
+def check_new(config: Config) -> None:
+    """ConfigError when a run that starts would mix with another one. Touches nothing. StoreError where a part of a
+    store is not there: it may only be that a drive is not mounted.
     """
     out = config.train.out
-    if overwrite:
-        _check_ours(config)
-        return None
     # what lies in the directories comes before any advice to remove it
     _, found = members.arrange([os.path.abspath(store) for store in config.stores])
-    if resume:
-        return _snapshot_meta(config, found)
     if holds_files(out):
         raise ConfigError(
             f"{out} already holds a run: go on with it by --resume, remove it by --overwrite, "
             "or name another directory with --set train.out=DIR"
         )
     if holds_run(config):
-        name, owner = _foreign(found), _owner(found)
+        name, owner = foreign(found), owner_in(found)
         if name is not None:
             what = f" with the snapshot {name!r}, which was not made by tierzero train: "
         elif owner is not None:
@@ -66,18 +58,24 @@ def check_rundir(config: Config, resume: bool, overwrite: bool) -> dict[str, Any
         raise ConfigError(
             f"{config.store} already holds a store{what}" + "name another directory with --set tiers.nvme=DIR"
         )
-    return None
+    check_folder(config, None, 0)
 
 
-def _foreign(found: Manifest | None) -> str | None:
+def foreign(found: Manifest | None) -> str | None:
     """The name of the store's latest snapshot if another program made it."""
     latest = found.latest if found is not None else None
-    ours = latest is None or all(isinstance(latest.meta.get(key), kind) for key, kind in _OURS.items())
-    return None if ours or latest is None else latest.name
+    if latest is None or (made_by_train(latest.meta) and isinstance(latest.meta.get("random"), dict)):
+        return None
+    return latest.name
 
 
-def _check_ours(config: Config) -> None:
-    """ConfigError where --overwrite would give up what is not a run's, or may not be."""
+def owner_in(found: Manifest | None) -> Path | None:
+    """The directory of the run whose snapshot the store holds, if the run is still there."""
+    return None if found is None or found.latest is None else owner_of(found.latest.meta)
+
+
+def check_overwrite(config: Config) -> None:
+    """ConfigError where --overwrite would give up what is not a run's, or may not be. Touches nothing."""
     for name in FILES:
         if (config.train.out / name).is_dir():
             raise ConfigError(
@@ -91,80 +89,56 @@ def _check_ours(config: Config) -> None:
                 "--set train.out=DIR, or move the store"
             )
     for store in filter(store_exists, config.stores):
-        try:
-            _, found = members.arrange([os.path.abspath(store)])
-        except TierzeroError as error:  # damaged, or a part of a striped one: the run's own may be given up
-            if holds_files(config.train.out):
-                continue
-            raise ConfigError(
-                f"{store} holds a store, and whether it is a run's cannot be told ({error}): name another directory "
-                "with --set tiers.nvme=DIR, or remove the store yourself"
-            ) from None
-        snapshot = _foreign(found)
-        if snapshot is not None:
-            raise ConfigError(
-                f"{store} holds the snapshot {snapshot!r}, which was not made by tierzero train, and --overwrite "
-                "removes runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
-            )
-        owner = _owner(found)
-        if owner is not None and not _same_place(owner, config.train.out):
-            raise ConfigError(
-                f"{store} holds the checkpoint of the run in {owner}, which could not go on without it: name another "
-                f"directory with --set tiers.nvme=DIR, or give that run up with --set train.out={owner}"
-            )
+        check_store(config, store)
+    check_folder(config, id_in(config.train.out), 0)
 
 
-def _same_place(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
-def _owner(found: Manifest | None) -> Path | None:
-    """The directory of the run whose checkpoint the store holds, if the run is still there."""
-    if found is None or found.latest is None:
-        return None
-    out = Path(str(found.latest.meta.get("out", "")))
-    return out if id_in(out) == found.latest.meta.get("run") is not None else None
-
-
-def _snapshot_meta(config: Config, found: Manifest | None) -> dict[str, Any]:
-    out, store = config.train.out, config.store
-    if not holds_run(config):
-        raise ConfigError(f"there is nothing to resume in {out}: leave --resume out to start a run there")
-    if found is None or found.latest is None:
+def check_store(config: Config, store: Path) -> Snapshot | None:
+    """The latest snapshot in one directory of NVMe. ConfigError where it may not be given up: it is not a run's, is
+    that of a run elsewhere, or cannot be told.
+    """
+    out = config.train.out
+    try:
+        _, found = members.arrange([os.path.abspath(store)])
+    except TierzeroError as error:  # damaged, or a part of a striped one: the run's own may be given up
+        if holds_files(out):
+            return None
         raise ConfigError(
-            f"there is nothing to resume: the run in {out} has no checkpoint in {store}. "
-            "Start it again with --overwrite"
-        )
-    meta = found.latest.meta
-    if _foreign(found) is not None:
+            f"{store} holds a store, and whether it is a run's cannot be told ({error}): name another directory "
+            "with --set tiers.nvme=DIR, or remove the store yourself"
+        ) from None
+    snapshot, owner = foreign(found), owner_in(found)
+    if snapshot is not None:
         raise ConfigError(
-            f"the snapshot {found.latest.name!r} in {store} was not made by tierzero train: it cannot go on with it"
+            f"{store} holds the snapshot {snapshot!r}, which was not made by tierzero train, and --overwrite "
+            "removes runs only: name another directory with --set tiers.nvme=DIR, or remove the store yourself"
         )
-    here, owner = id_in(out), _owner(found)
-    elsewhere = owner is not None and not _same_place(owner, out)
-    if here != meta["run"] and (here is not None or elsewhere):
+    if owner is not None and not same_place(owner, out):
         raise ConfigError(
-            f"the checkpoint in {store} (step {meta['step']}) is of the run in {meta['out']}"
-            + (
-                f", and not of the one in {out}: name the store of this run with --set tiers.nvme=DIR, or "
-                if here
-                else ": "
-            )
-            + f"go on with that run by --set train.out={meta['out']}"
+            f"{store} holds the checkpoint of the run in {owner}, which could not go on without it: name another "
+            f"directory with --set tiers.nvme=DIR, or give that run up with --set train.out={owner}"
         )
-    check_same_model(meta["model"], config)
-    return meta
+    return found.latest if found is not None else None
 
 
 def clear_rundir(config: Config) -> None:
-    """Remove the files of an earlier run from train.out, and nothing else; the store is the engine's to reclaim."""
-    out = config.train.out
+    """Remove the files of an earlier run from train.out, its portable checkpoints wherever they are, and nothing else;
+    the store is the engine's to reclaim.
+    """
+    out, folder = config.train.out, config.checkpoint_folder
+    run = id_in(out)
+    others = {one.path for one in found_in(folder)[0] if not is_of(one, run, out)}
+    for _, path in checkpoints_in(folder, run) if run is not None and folder.is_dir() else []:
+        if path not in others and not strange(path):
+            discard(path)
     for name in FILES:
         (out / name).unlink(missing_ok=True)
-    for name in FOLDERS:
+    for name in FOLDERS[1:]:
         shutil.rmtree(out / name, ignore_errors=True)
-    for tokens in out.glob("tokens-*"):
-        tokens.unlink()
+    for path in (*out.glob("tokens-*"), *out.glob("checkpoints/step-*.json")):
+        path.unlink()
+    with suppress(OSError):  # not there, or holds checkpoints of others
+        (out / FOLDERS[0]).rmdir()
 
 
 def make_directory(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from pathlib import Path
+from typing import Any
 
 
 def new_id() -> str:
@@ -20,3 +21,14 @@ def id_in(out: Path) -> str | None:
         return None
     known = found.get("id") if isinstance(found, dict) else None
     return known if isinstance(known, str) else None
+
+
+def owner_of(meta: dict[str, Any]) -> Path | None:
+    """The directory of the run that has saved these values, if that run is still there."""
+    out = Path(str(meta.get("out", "")))
+    return out if id_in(out) == meta.get("run") is not None else None
+
+
+def same_place(one: Path, other: Path) -> bool:
+    """Whether two paths lead to the same directory."""
+    return one.resolve() == other.resolve()

@@ -63,8 +63,16 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("drive wear", _wear(summary)),
         ("waited for", stalls),
         *([("updates begun early", _guesses(summary))] if summary["guesses"] else []),
+        *([("checkpoints", _checkpoints(summary["checkpoints"]))] if summary["checkpoints"] else []),
         ("whole run", f"{summary['seconds']:.0f} s"),
     ]
+
+
+def _checkpoints(saves: dict[str, Any]) -> str:
+    """How many were written, what training waited for them, and where the last one is."""
+    text = f"{saves['saved']} saved, {format_size(saves['bytes'])}, training waited {saves['waited_s']:.1f} s"
+    text += f", {saves['failed']} failed" if saves["failed"] else ""
+    return text + (f"; the last is {saves['last']}" if saves["last"] else "")
 
 
 def _guesses(summary: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 import tierzero as tz
@@ -19,18 +20,21 @@ from tierzero import prometheus
 from tierzero.cli import memory
 from tierzero.cli.config import Config
 from tierzero.cli.files import write_atomically, write_json
+from tierzero.cli.origin import Origin, Wanted, find_origin, with_advice
 from tierzero.cli.placement import check_disk, choose_tiers, print_placement
 from tierzero.cli.progress import View, choose_view
 from tierzero.cli.runabout import describe_run
-from tierzero.cli.rundir import check_rundir, clear_rundir, make_directory
+from tierzero.cli.rundir import clear_rundir, make_directory
 from tierzero.cli.runlog import RunLog, read_metrics
 from tierzero.cli.sample import generate
+from tierzero.cli.saver import check_room
 from tierzero.cli.steptrace import StepTrace, check_steps, parse_address
 from tierzero.cli.stopping import StopSignal
 from tierzero.cli.summary import print_summary
 from tierzero.cli.task import Task, open_task
 from tierzero.cli.trainer import Trainer, seed_everything, state_options
-from tierzero.errors import ConfigError
+from tierzero.errors import ConfigError, TierzeroError
+from tierzero.sizes import format_size
 
 CONTEXT = 64  # tokens that the sample at the end sees back
 
@@ -43,9 +47,7 @@ class Watching:
     prometheus: str | None = None
 
 
-def run(
-    config: Config, *, resume: bool, overwrite: bool, dry_run: bool, quiet: bool, watching: Watching = Watching()
-) -> None:
+def run(config: Config, wanted: Wanted, *, dry_run: bool, quiet: bool, watching: Watching = Watching()) -> None:
     """The whole command. Raises ConfigError, other TierzeroError or OSError with a sentence."""
     check_steps(watching.trace, config.train.steps)
     address = parse_address(watching.prometheus)
@@ -53,8 +55,9 @@ def run(
     view = choose_view(console, quiet, config.train.log_every)
     if config.tiers.gds == "on" and not torch.cuda.is_available():
         raise ConfigError('tiers.gds = "on" has no effect without a CUDA device: set it to "auto" or "off"')
+    origin = None
     if not dry_run:
-        check_rundir(config, resume, overwrite)
+        origin = find_origin(config, wanted)
         if address is not None:
             prometheus.check(address[1], address[0])  # before a run is made, or an older one removed
     task = open_task(config)
@@ -63,9 +66,12 @@ def run(
     plan = tz.plan(model, tiers, micro_batches=config.train.micro_batches, **state_options(config))
     print_placement(console, config, task, plan)
     check_disk(config, plan)
+    saves = check_room(config, model)
+    if saves:
+        console.print(Text(saves), soft_wrap=True)
     if dry_run:
         return
-    Session(config, task, model, tiers, plan, view, console, watching.trace, address).run(resume, overwrite)
+    Session(config, task, model, tiers, plan, view, console, watching.trace, address).run(origin, wanted.overwrite)
 
 
 class Session:
@@ -93,8 +99,12 @@ class Session:
         self.trace = trace
         self.address = address
 
-    def run(self, resume: bool, overwrite: bool) -> None:
+    def run(self, origin: Origin | None, overwrite: bool) -> None:
         config, out = self.config, self.config.train.out
+        if origin is not None and origin.checkpoint is not None:
+            size = format_size(origin.checkpoint.nbytes)
+            self.view.phase(f"comparing {origin.checkpoint.path}, {size}, with its checksums")
+            origin.verify()
         make_directory(out)
         with StopSignal() as stop:
             gc.collect()
@@ -105,26 +115,35 @@ class Session:
                 memory.disk_bytes(),
                 time.perf_counter(),
             )
-            self.model = tz.offload(
-                self.model,
-                self.tiers,
-                micro_batches=config.train.micro_batches,
-                resume=resume,
-                overwrite=overwrite,
-            )
+            self._offload(origin, overwrite)
             try:
-                if overwrite:  # only now that the store is ours
+                if overwrite and (origin is None or origin.anew):  # only now that the store is ours
                     clear_rundir(config)
-                self._train(resume, stop)
+                trainer = self._train(origin, stop)
             except BaseException:
                 with suppress(Exception):  # the first error is the one to tell
                     tz.close(self.model)
                 raise
             tz.close(self.model)
+        trainer.saver.check()
 
-    def _train(self, resume: bool, stop: StopSignal) -> None:
+    def _offload(self, origin: Origin | None, overwrite: bool) -> None:
+        """Into the store: what its snapshot holds, or nothing yet."""
+        resume = origin is not None and origin.checkpoint is None
+        try:
+            self.model = tz.offload(
+                self.model,
+                self.tiers,
+                micro_batches=self.config.train.micro_batches,
+                resume=resume,
+                overwrite=overwrite or (origin is not None and not resume),
+            )
+        except TierzeroError as error:
+            raise with_advice(error, self.config) from None
+
+    def _train(self, origin: Origin | None, stop: StopSignal) -> Trainer:
         config = self.config
-        trainer = self._trainer(resume)
+        trainer = self._trainer(origin)
         write_json(config.train.out / "run.json", describe_run(config, self.task, self.plan, self.tiers, trainer.id))
         trace = StepTrace(config.train.out / "trace.json", self.trace, trainer.step, config.train.steps)
         with ExitStack() as stack:
@@ -136,16 +155,17 @@ class Session:
             trainer.run(log, stop=lambda: stop.asked, traced=traced)
         if trainer.step < config.train.steps:
             self.view.say(
-                f"stopped after step {trainer.step} of {config.train.steps}, saved in {config.store}; "
+                f"stopped after step {trainer.step} of {config.train.steps}, saved in {trainer.places()}; "
                 "go on with the same command and --resume"
             )
         else:
             self._finish(trainer)
+        return trainer
 
-    def _trainer(self, resume: bool) -> Trainer:
-        if resume:
+    def _trainer(self, origin: Origin | None) -> Trainer:
+        if origin is not None:
             trainer = Trainer(self.config, self.task, self.model, self.view)
-            trainer.restore()
+            trainer.restore(origin)
             return trainer
         seed_everything(self.config.train.seed)
         self.view.phase(f"{'loading' if self.config.model.path else 'initialising'} {self.plan.params:,} parameters")
@@ -211,6 +231,7 @@ class Session:
                 "gradient": stats["stall_grad_s"],
                 "activation": stats["stall_activation_s"],
             },
+            "checkpoints": trainer.saver.summary(stats["stall_save_s"]),
             "hits": stats["hits"],
             "misses": stats["misses"],
             "skipped_steps": stats["skipped_steps"],

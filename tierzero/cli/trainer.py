@@ -13,14 +13,18 @@ import torch
 from torch import nn
 
 import tierzero as tz
+from tierzero.api import engine_of
 from tierzero.checkpoint import randomness
 from tierzero.cli import checkpoints
 from tierzero.cli.config import Config
 from tierzero.cli.data import Sampler
+from tierzero.cli.origin import Origin
+from tierzero.cli.portable import of_run
 from tierzero.cli.progress import View
 from tierzero.cli.report import Meter, StepReport, clipped_norm
-from tierzero.cli.runid import new_id
+from tierzero.cli.runid import new_id, same_place
 from tierzero.cli.runlog import RunLog
+from tierzero.cli.saver import Saver
 from tierzero.cli.steptrace import StepTrace
 from tierzero.cli.task import Task
 
@@ -78,22 +82,49 @@ class Trainer:
             groups, lr=config.lr, overlap=config.train.overlap, seed=config.train.seed, **state_options(config)
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(config))
-        self.id = new_id()
         self.step = 0
         self.saved: int | None = None
+        self.saves = 0  # see _meta
+        self._counted: int | None = None
+        self.saver = Saver(config, model, self.optimizer, view)
+        self._named(new_id())
 
-    def restore(self) -> None:
-        """Take position, scheduler, random generators and optimizer state from the snapshot the store was opened at."""
-        meta = tz.restore(self.model, self.optimizer)
+    def _named(self, run_id: str) -> None:
+        self.id = run_id
+        engine_of(self.model).lineage = run_id  # the checkpoints of the run know each other by it too
+
+    def restore(self, origin: Origin) -> None:
+        """Take parameters, states, position, scheduler and random generators from the snapshot that the store was
+        opened at, or from a portable checkpoint.
+        """
+        source = origin.checkpoint
+        if source is None:
+            meta = tz.restore(self.model, self.optimizer)
+            randomness.set_random_state(meta["random"])
+        else:
+            meta = tz.load(self.model, source.path, self.optimizer, verify=False)  # its bytes have been compared before
         self.scheduler.load_state_dict(meta["scheduler"])
         self._follow_configured_lr()
-        self.id = meta["run"]
-        randomness.set_random_state(meta["random"])
-        self.step = self.saved = int(meta["step"])
+        self._named(new_id() if origin.anew else meta["run"])
+        self.step, self.saves = int(meta["step"]), origin.newest
+        if meta["saves"] == origin.newest:
+            self._counted = self.step
+        if source is None:
+            self.saved = self.step
+            there = of_run(self.config.checkpoint_folder, self.id, self.config.train.out)[0]
+            if there and there[-1].saves == meta["saves"]:
+                self.saver.last = self.step
+        else:
+            if same_place(source.path.parent, self.config.checkpoint_folder):
+                self.saver.last = self.step
+            self.save(meta["loss"])  # so that --resume goes on from here
+        where = self.config.store if source is None else source.path
         self.view.say(
-            f"resumed after step {self.step} of {self.config.train.steps} from {self.config.store}: parameters, "
+            f"resumed after step {self.step} of {self.config.train.steps} from {where}: parameters, "
             "optimizer states, scheduler and random generators restored"
         )
+        for problem in origin.skipped:
+            self.view.warn(f"a damaged checkpoint of the run was passed over: {problem}")
         for change in checkpoints.changes(meta["settings"], self.config):
             self.view.say(f"  set otherwise than before: {change}")
         if meta["text"] != self.task.corpus.fingerprint():
@@ -120,12 +151,19 @@ class Trainer:
                 with traced.around(self.model, self.step + 1):
                     report = self.one_step(meter)
                 log.write(report.line())
-                self.view.step(report)
+                self.saver.look()
+                self.view.step(report, self.saver.progress())
                 if self.step % train.save_every == 0:
                     self.save(report.loss)
+                if self.saver.due(self.step):
+                    self.saver.begin(self.step, self._meta(report.loss))
         tz.synchronize(self.model)
+        loss = log.last["loss"] if log.last else None
         if self.saved != self.step:
-            self.save(log.last["loss"] if log.last else None)
+            self.save(loss)
+        if self.saver.wanted and self.saver.last != self.step:
+            self.saver.begin(self.step, self._meta(loss))
+        self.saver.settle()
 
     def one_step(self, meter: Meter) -> StepReport:
         """`accumulate` micro-batches, clip, update."""
@@ -161,20 +199,33 @@ class Trainer:
 
     def save(self, loss: float | None) -> None:
         """Commit a snapshot of model, optimizer, scheduler, random generators and position."""
-        meta = {
+        meta = {**self._meta(loss), "random": randomness.random_state()}
+        tz.snapshot(self.model, self.optimizer, name=checkpoints.name_of(self.step), meta=meta)
+        checkpoints.write_note(self.config, self.id, self.step, loss)
+        self.saved = self.step
+
+    def places(self) -> str:
+        """Where the run, as it is, has been saved."""
+        path = self.saver.path_of(self.step)
+        return f"{self.config.store}" + (f" and {path}" if path is not None else "")
+
+    def _meta(self, loss: float | None) -> dict[str, Any]:
+        """What is saved beside tensors and random generators. `saves` orders what one run saves, also after it has gone
+        back; a snapshot and a portable checkpoint of the same moment have the same.
+        """
+        if self._counted != self.step:
+            self.saves, self._counted = self.saves + 1, self.step
+        return {
             "run": self.id,
             "out": str(self.config.train.out.resolve()),
+            "saves": self.saves,
             "step": self.step,
             "loss": loss,
             "scheduler": _plain_scheduler(self.scheduler),
-            "random": randomness.random_state(),
             "model": checkpoints.model_identity(self.config),
             "settings": checkpoints.loop_settings(self.config),
             "text": self.task.corpus.fingerprint(),
         }
-        tz.snapshot(self.model, self.optimizer, name=checkpoints.snapshot_name(self.step), meta=meta)
-        checkpoints.write_note(self.config, self.step, loss)
-        self.saved = self.step
 
 
 def _plain_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:

@@ -14,7 +14,8 @@ def train(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CONFIG.toml]", help="A TOML file with the sections [model], [data], [train], [tiers]."
+            metavar="[CONFIG.toml]",
+            help="A TOML file with the sections [model], [data], [train], [tiers], [checkpoint].",
         ),
     ] = None,
     settings: Annotated[
@@ -23,9 +24,26 @@ def train(
             "--set", metavar="KEY=VALUE", help="Set one key, over the file: `--set train.steps=100`. Repeatable."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in train.out.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the run in train.out from what it saved last, a snapshot or a checkpoint."
+        ),
+    ] = False,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume-from",
+            metavar="CHECKPOINT",
+            help="Go on from this checkpoint of a run, in whatever train.out, store and budgets are set.",
+        ),
+    ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove the run that train.out and its store hold and start anew.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Remove the run that train.out and its store hold and start anew, or go on from --resume-from.",
+        ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the placement table; write nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
@@ -59,18 +77,26 @@ def train(
     Keys: `model.{preset,path,layers,hidden,heads,vocab}`, `data.{path,sequence,batch}`,
     `train.{steps,lr,warmup,weight_decay,clip,overlap,state_dtype,master,accumulate,seed,save_every,out,dtype}`,
     `train.{micro_batches,recompute,sample,log_every}`,
-    `tiers.{nvme,nvme_tbw,nvme_limit,nvme_block,link_limit,host,device,activations,prefetch,gds}`. Sizes are bytes,
+    `tiers.{nvme,nvme_tbw,nvme_limit,nvme_block,link_limit,host,device,activations,prefetch,gds}`,
+    `checkpoint.{every,path,keep,limit}`. Sizes are bytes,
     "64MiB", "1.5GB", or a share of memory (of the host budget for activations), "60%"; limits are bytes per second,
     "1GB/s".
 
     Ctrl-C finishes the step, saves and exits; `--resume` goes on with the same losses, bit for bit.
+    `checkpoint.every=1000` also writes a portable checkpoint every 1000 steps while training goes on.
     """
     if resume and overwrite:
         raise ConfigError("--resume goes on with the run in train.out and --overwrite removes it: give one of them")
+    if resume and resume_from is not None:
+        raise ConfigError(
+            "--resume goes on from what the run saved last and --resume-from from the checkpoint that it names: give "
+            "one of them"
+        )
     from tierzero.cli.config import load
 
     loaded = load(config, settings or [])
+    from tierzero.cli.origin import Wanted
     from tierzero.cli.train import Watching, run
 
-    watching = Watching(trace, prometheus)
-    run(loaded, resume=resume, overwrite=overwrite, dry_run=dry_run, quiet=quiet, watching=watching)
+    wanted = Wanted(resume, resume_from, overwrite)
+    run(loaded, wanted, dry_run=dry_run, quiet=quiet, watching=Watching(trace, prometheus))
