@@ -185,6 +185,18 @@ def test_a_save_that_fails_ends_nothing(tmp_path: Path) -> None:
     assert (out / "export" / "model.safetensors").exists()
 
 
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    """An error of the system is a sentence too, with the path in it once."""
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "saves"
+    done = train(tmp_path / "out", "train.steps=2", "train.warmup=0", "checkpoint.every=1", f"checkpoint.path={path}")
+    assert done.returncode == 1
+    said = next(line for line in done.stderr.splitlines() if line.startswith("warning: "))
+    assert "was not written, and training goes on without it: " in said
+    assert "Not a directory [errno " in said
+    assert "[Errno" not in said
+
+
 @pytest.fixture
 def copy(straight: Run, tmp_path: Path) -> Path:
     """The run and its checkpoints somewhere else."""
@@ -208,12 +220,16 @@ def test_what_cannot_be_gone_on_from(copy: Path, tmp_path: Path) -> None:
     """The path is named, and what to do."""
     out, last = tmp_path / "new", copy / "checkpoints" / "step-00000010"
     (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", ".step-00000001.tierzero-0123456789abcdef"):
+        (tmp_path / name).mkdir()
     for path, said in (
         ("nothing", "not there"),
         ("file", "is a file"),
         ("empty", "tierzero ckpt ls"),
         ("copy/checkpoints", "name one of step-00000009, step-00000010"),
+        ("copy", "name one of checkpoints/step-00000009, checkpoints/step-00000010"),
+        ("copy/store", "a snapshot cannot leave its store"),
+        (".step-00000001.tierzero-0123456789abcdef", "cut short"),
     ):
         text = refused(out, flags=("--resume-from", str(tmp_path / path)))
         assert said in text
@@ -238,6 +254,17 @@ def test_what_cannot_be_gone_on_from(copy: Path, tmp_path: Path) -> None:
     done = train(tmp_path / "third", *SETTINGS, flags=("--resume-from", str(last), "--overwrite"))
     assert done.returncode == 0, done.stderr
     assert "resumed after step 10 of 10" in done.stdout
+
+
+@pytest.mark.parametrize("length", [0, 1, 300])
+def test_a_damaged_index(length: int, copy: Path, tmp_path: Path) -> None:
+    """It is damaged to --resume-from as it is to `ckpt ls`, and the file is named."""
+    last = copy / "checkpoints" / "step-00000010"
+    os.truncate(last / "tierzero.json", length)
+    text = refused(tmp_path / "new", flags=("--resume-from", str(last)), code=1)
+    assert f"{last / 'tierzero.json'} cannot be read" in text
+    found = json.loads(tierzero_here("ckpt", "ls", str(copy), "--json").stdout)
+    assert {one["state"] for one in found if one["path"] == str(last)} == {"damaged"}
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
@@ -338,3 +365,23 @@ def test_a_drive_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert str(tmp_path / "out" / "checkpoints") in done.stderr
     assert "checkpoint.path" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fit", "every", "keep", "enough"),
+    [(2, 1, 2, False), (3, 1, 2, True), (2, 7, 2, True), (1, 7, 2, False), (1, 1, 0, True)],
+)
+def test_a_drive_with_too_little_room(
+    fit: int, every: int, keep: int, enough: bool, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For those that are kept and the one being written, as far as that can be known. Those that are there count."""
+    from tierzero.cli import saver
+
+    free = saver.shutil.disk_usage(tmp_path).free
+    monkeypatch.setattr(saver, "checkpoint_bytes", lambda model: int(free / (fit + 0.5)))
+    settings = ("train.steps=12", f"checkpoint.every={every}", f"checkpoint.keep={keep}")
+    text = train(tmp_path / "out", *settings, flags=("--dry-run",)).stdout
+    assert "are kept" in text
+    assert ("which is too little" in text) != enough
+    if fit == 2:
+        assert "too little" not in train(straight[0], *settings, flags=("--dry-run",)).stdout

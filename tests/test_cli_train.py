@@ -278,7 +278,7 @@ def test_a_configuration_file(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_system_names_its_path() -> None:
-    from tierzero.cli.main import describe
+    from tierzero.errors import describe
 
     assert describe(OSError(errno.ENOSPC, "No space left", "/x")) == f"/x: No space left [errno {errno.ENOSPC}]"
     assert describe(OSError(errno.EIO, "cannot read /x", "/x")) == f"cannot read /x [errno {errno.EIO}]"

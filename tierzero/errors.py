@@ -39,6 +39,14 @@ class NonFiniteGradientError(TierzeroError):
     """Too many steps in a row were skipped because a gradient was infinite or not a number."""
 
 
+def describe(error: Exception) -> str:
+    """The error's sentence; an operating-system error names its path even where its text does not."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    path = f"{error.filename}: " if error.filename and str(error.filename) not in str(error.strerror) else ""
+    return f"{path}{error.strerror} [errno {error.errno}]"
+
+
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """An OSError inside that names no file, as those of writing do not, names `path`."""

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from tierzero.checkpoint.export import export_tensors
-from tierzero.cli.ckpt_entry import Entry
+from tierzero.cli.ckpt_entry import BEING_WRITTEN, Entry
 from tierzero.cli.ckpt_find import find, find_one
 from tierzero.errors import ConfigError
 from tierzero.sizes import format_size
@@ -29,12 +29,14 @@ def ls(path: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_summary(entry) for entry in found], indent=1))
         return
-    table = _table("name", "step", "date", "size", "tensors", "state")
+    table = _table("name", "kind", "step", "date", "size", "tensors", "state")
     for entry in found:
-        state = entry.state if not entry.user() else f"{entry.state}, in use"
+        used = entry.state != BEING_WRITTEN and entry.user()
+        state = f"{entry.state}, in use" if used else entry.state
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
         step = "-" if entry.step is None else str(entry.step)
-        table.add_row(entry.name, step, when, format_size(entry.nbytes), str(entry.count or "-"), state)
+        kind = f"snapshot in {entry.path}" if entry.kind == "snapshot" else entry.kind
+        table.add_row(entry.name, kind, step, when, format_size(entry.nbytes), str(entry.count or "-"), state)
     _console().print(table)
 
 

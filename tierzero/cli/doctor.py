@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierzero.cli.main import describe
 from tierzero.doctor.finding import Finding
 from tierzero.doctor.report import Report, examine
 from tierzero.doctor.selftest import BACKENDS, Trial, Verdict, selftest
+from tierzero.errors import describe
 
 _STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 _MB = 1e6

@@ -19,7 +19,7 @@ from tierzero.cli.commands.plan import plan
 from tierzero.cli.commands.report import report
 from tierzero.cli.commands.train import train
 from tierzero.cli.commands.tune import tune
-from tierzero.errors import ConfigError, TierzeroError
+from tierzero.errors import ConfigError, TierzeroError, describe
 
 app = typer.Typer(
     name="tierzero",
@@ -71,14 +71,6 @@ def _sentences() -> Iterator[None]:
         for line in describe(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
-
-
-def describe(error: Exception) -> str:
-    """The error's sentence; an operating-system error names its path even where its text does not."""
-    if not isinstance(error, OSError) or error.errno is None:
-        return str(error)
-    path = f"{error.filename}: " if error.filename and str(error.filename) not in str(error.strerror) else ""
-    return f"{path}{error.strerror} [errno {error.errno}]"
 
 
 def _has_directory() -> bool:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierzero.checkpoint.index import read_head, read_index
-from tierzero.checkpoint.place import checkpoints_in
+from tierzero.checkpoint.index import INDEX, read_head, read_index
+from tierzero.checkpoint.place import checkpoints_in, written_beside
 from tierzero.cli.config import Config
 from tierzero.cli.runid import owner_of, same_place
 from tierzero.errors import ConfigError, TierzeroError
+from tierzero.manifest import NAME
 
 # what a run keeps with everything that it saves
 MARKS = {
@@ -57,10 +58,8 @@ def read(path: Path) -> Portable:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is {'a file' if path.exists() else 'not there'}: name the directory of a checkpoint")
-    if read_head(path) is None:
-        inside = [one.name for _, one in checkpoints_in(path)]
-        some = f", but contains some: name one of {', '.join(inside[-4:])} (the last is the youngest)" if inside else ""
-        raise ConfigError(f"{path} is no checkpoint{some or ': `tierzero ckpt ls` shows where some are'}")
+    if read_head(path) is None and not (path / INDEX).is_file():
+        raise ConfigError(f"{path} is no checkpoint{_what_instead(path)}")
     index = read_index(path)
     if not made_by_train(index.meta):
         raise ConfigError(
@@ -68,6 +67,19 @@ def read(path: Path) -> Portable:
             "tierzero.load in a loop of your own, or its weights (`tierzero ckpt export`) with model.path"
         )
     return Portable(path, index.meta, sum(index.files.values()))
+
+
+def _what_instead(path: Path) -> str:
+    """What to name instead of a directory that is no checkpoint, as the end of a sentence."""
+    if written_beside(path) is not None:
+        return f" but what a save has left that was cut short, or goes on: name a whole one in {path.parent}"
+    folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
+    inside = [str(one.relative_to(path)) for folder in folders for _, one in checkpoints_in(folder)]
+    if inside:
+        return f", but contains some: name one of {', '.join(inside[-4:])} (the last is the youngest)"
+    if (path / NAME).is_file():
+        return " but a store, and a snapshot cannot leave its store: go on with the run that it is of by --resume"
+    return ": `tierzero ckpt ls` shows where some are"
 
 
 def found_in(folder: Path) -> tuple[list[Portable], dict[str, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import time
@@ -14,9 +15,11 @@ from torch import nn
 import tierzero as tz
 from tierzero.cli.checkpoints import name_of
 from tierzero.cli.config import Config
+from tierzero.cli.portable import of_run
 from tierzero.cli.progress import View
+from tierzero.cli.runid import id_in
 from tierzero.drives import existing_parent
-from tierzero.errors import TierzeroError
+from tierzero.errors import TierzeroError, describe
 from tierzero.sizes import format_size, parse_rate
 
 
@@ -98,7 +101,8 @@ class Saver:
     def _fails(self, path: Path, error: TierzeroError | OSError) -> None:
         self._failed += 1
         self._error = error
-        self.view.warn(f"the checkpoint {path} was not written, and training goes on without it: {error}")
+        why = describe(error).removeprefix(f"{os.path.abspath(path)}: ")
+        self.view.warn(f"the checkpoint {path} was not written, and training goes on without it: {why}")
 
     def path_of(self, step: int) -> Path | None:
         """The checkpoint after that many steps, if it is whole and durable."""
@@ -152,5 +156,20 @@ def check_room(config: Config, model: nn.Module) -> str:
     which = "all are kept" if kept is None else f"the last {kept} are kept" if kept > 1 else "the last one is kept"
     return (
         f"checkpoints every {config.checkpoint.every} steps in {folder}, {format_size(size)} each, {which}, "
-        f"{format_size(free)} free"
+        f"{format_size(free)} free{_shortage(config, free // size)}"
+    )
+
+
+def _shortage(config: Config, fit: int) -> str:
+    """What to say where only `fit` more checkpoints fit, and there will be more at a time."""
+    every, kept, run = config.checkpoint.every, config.checkpoints_kept, id_in(config.train.out)
+    if every is None or kept is None:
+        return ""
+    there = len(of_run(config.checkpoint_folder, run, config.train.out)[0]) if run is not None else 0
+    most = min(kept + 1, math.ceil(config.train.steps / every))
+    if there + fit >= most:
+        return ""
+    return (
+        f", which is too little: {most} are there while one is written, and there is room for {there + fit}. Set "
+        "checkpoint.keep lower, or checkpoint.path to a directory on a larger drive"
     )

@@ -20,7 +20,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def ls(path: _Path, as_json: _Json = False) -> None:
-    """List checkpoints: name, step, date, size, state.
+    """List checkpoints: name, kind, step, date, size, state.
 
     A state is complete, damaged (a file is missing, cut short or not ours), partial (a save was cut short; the next one
     clears it away) or being written. The step is the `step` of the values that were saved with it.
