@@ -1,16 +1,19 @@
-"""What saves cost: their throughput, what training beside one loses, their memory, and snapshots.
+"""What saves and loads cost: their throughput, what training beside one loses, their memory, and snapshots.
 
 - `save`: `tz.save(..., wait=True)` with states in host memory, and with everything on the drive, which then is read as
   well; bytes per second against the drive's own sequential write: as many bytes by the same engine to a new file in
   the same directory, made durable; and against a copy of as many bytes on the same drive. In turns; medians count.
+- `read`: load and verify of a checkpoint, load of weights from safetensors, and export, with states in host memory and
+  with everything on the drive, against the drive's own sequential read.
 - `beside`: a step while a save goes on against a step without one, in turns, AdamW as it comes, states on the drive and
-  parameters in host memory. Compute that waits instead of multiplying, as long as two streamed steps or as one.
+  parameters in host memory. Compute that waits instead of multiplying, as long as two streamed steps, as one, or as a
+  quarter of one.
 - `memory`: peak resident memory above the start during save, load, resume and export, each in the process that does it,
   against that of the training steps; everything on the drive.
 - `snapshot`: seconds of `tz.snapshot` after a step, with states in host memory against writing what has changed, and
   with states on the drive against one streamed step.
 
-    python benchmarks/save.py [--json] [--nvme DIR] [--kind save beside memory snapshot] [--blocks 16] [--rounds 5]
+    python benchmarks/save.py [--json] [--nvme DIR] [--kind save read beside memory snapshot] [--blocks 16] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -30,73 +33,20 @@ from typing import Any
 
 import torch
 from overlap_loops import WIDTH, Clock, Offloaded, waiting_task
+from save_reads import Sample, copied, reads, sequential
 from turns import case, head, in_turns, load, row, say
 
 import tierzero as tz
 from tierzero.api import engine_of
-from tierzero.layout import round_up
 from tierzero.native import NATIVE
-from tierzero.tiers.base import aligned_empty, open_block_file
 
-KINDS = ("save", "beside", "memory", "snapshot")
-LEVELS = {"compute-bound": 2.0, "balanced": 1.0}  # compute / streamed step
+LEVELS = {"compute-bound": 2.0, "balanced": 1.0, "I/O-bound": 0.25}  # compute / streamed step
 NEVER = 1e9  # limit of the norm
 FORWARD = 1 / 3  # of the compute
-BUFFER, DEPTH = 4 << 20, 4  # bytes, and how many at a time, of the sequential write
-Sample = dict[str, float]
 
 
 def saved_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def sequential(directory: str, nbytes: int, source: str | None = None) -> Sample:
-    """Write as much to a new file, in order, and make it durable; with `source`, what is read from that file."""
-    import asyncio
-
-    from tierzero.tiers.nvme import NativeEngine
-
-    path, io = Path(directory) / "sequential", NativeEngine(depth=DEPTH)
-    nbytes = round_up(nbytes, BUFFER)
-
-    async def write() -> None:
-        lanes = DEPTH if source is None else 2 * DEPTH  # half of them read
-        buffers = [aligned_empty(BUFFER).fill_(7) for _ in range(lanes)]
-        file = open_block_file(str(path), io)
-        other = open_block_file(source, io) if source is not None else None
-        try:
-            file.preallocate(nbytes)
-
-            async def lane(number: int) -> None:
-                for at in range(number * BUFFER, nbytes, lanes * BUFFER):
-                    if other is not None:
-                        await other.read(at, buffers[number])
-                    await file.write(at, buffers[number])
-
-            await asyncio.gather(*map(lane, range(lanes)))
-            await file.sync()
-        finally:
-            file.close()
-            if other is not None:
-                other.close()
-
-    start = time.perf_counter()
-    try:
-        asyncio.run(write())
-        return {"bytes": nbytes, "seconds": time.perf_counter() - start}
-    finally:
-        io.close()
-        path.unlink()
-
-
-def copied(directory: str, nbytes: int) -> Sample:
-    """As `sequential`, the bytes from a file on the same drive."""
-    source = Path(directory) / "source"
-    if not source.exists():
-        with source.open("wb") as file:
-            for _ in range(0, nbytes, BUFFER):
-                file.write(b"\7" * BUFFER)
-    return sequential(directory, nbytes, str(source))
 
 
 def blocking(model: Any, optimizer: Any, directory: str) -> Sample:
@@ -112,13 +62,17 @@ def blocking(model: Any, optimizer: Any, directory: str) -> Sample:
         shutil.rmtree(path)
 
 
+def tiers_of(model: Any, directory: Path, *, host: bool) -> tz.Tiers:
+    """Everything in host memory, or on the drive."""
+    ample = tz.plan(model, tz.Tiers(nvme=directory, host="64GiB", device="64GiB", compute="cpu"))
+    return tz.Tiers(nvme=directory, host=ample.host_needed if host else ample.host_min, device="1GiB", compute="cpu")
+
+
 def offloaded(args: argparse.Namespace, directory: Path, *, host: bool) -> tuple[Any, Any]:
     """The waiting model after one step, in host memory or on the drive."""
     task = waiting_task(args.blocks, Clock(), args.width)
     model = task.make()
-    ample = tz.plan(model, tz.Tiers(nvme=directory, host="64GiB", device="64GiB", compute="cpu"))
-    tiers = tz.Tiers(nvme=directory, host=ample.host_needed if host else ample.host_min, device="1GiB", compute="cpu")
-    tz.offload(model, tiers)
+    tz.offload(model, tiers_of(model, directory, host=host))
     optimizer = tz.AdamW(model.parameters())
     one_step(task, model, optimizer, 0)
     return model, optimizer
@@ -159,6 +113,20 @@ def save(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
         measured("save, from the drive / a copy on it", rates["from the drive"], rates["copy"], None),
         measured("a copy on the drive", rates["copy"], rates["sequential write"], None),
     ]
+
+
+def read(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
+    """The cases of reading."""
+    names = {"states in host memory": True, "all on the drive": False}
+    models = {name: offloaded(args, Path(directory) / name, host=host) for name, host in names.items()}
+    bare = {}
+    for name, host in names.items():
+        model = waiting_task(args.blocks, Clock(), args.width).make()
+        bare[name] = tz.offload(model, tiers_of(model, Path(directory) / f"bare, {name}", host=host))
+    found = reads(args.rounds, models, bare, Path(directory))
+    for model in [*(model for model, _ in models.values()), *bare.values()]:
+        tz.close(model)
+    return found
 
 
 def beside(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
@@ -312,12 +280,15 @@ def memory(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     return [case(f"peak memory, {what}", [peak], [training], 1.05, **more) for what, peak in peaks.items()]
 
 
+WORK = {"save": save, "read": read, "beside": beside, "memory": memory, "snapshot": snapshot}
+
+
 def main() -> None:
     """Parse arguments, run, print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
-    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kind", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--blocks", type=int, default=16, help="of the waiting model")
     parser.add_argument("--width", type=int, default=WIDTH, help="of a block, which has 4 x width^2 parameters")
     parser.add_argument("--layers", type=int, default=64, help="of the decoder whose memory is measured")
@@ -333,7 +304,9 @@ def main() -> None:
     cases = []
     for kind in args.kind:
         with tempfile.TemporaryDirectory(dir=args.nvme or Path.cwd(), prefix="tierzero-save-") as directory:
-            cases += {"save": save, "beside": beside, "memory": memory, "snapshot": snapshot}[kind](args, directory)
+            cases += {"save": save, "read": read, "beside": beside, "memory": memory, "snapshot": snapshot}[kind](
+                args, directory
+            )
     result = {"cases": cases, "rounds": args.rounds, "kernel": platform.release(), "load": load()}
     if args.json:
         print(json.dumps(result))

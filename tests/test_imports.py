@@ -123,6 +123,8 @@ ROWS = [
         "checkpoint.frozen",
         "checkpoint.beside",
     },
+    {"checkpoint.refill"},
+    {"checkpoint.by_region"},
     {"checkpoint.snapshot", "checkpoint.weights", "planner"},
     {"checkpoint.rollback"},
     {"api"},
@@ -136,10 +138,11 @@ ROWS = [
         "checkpoint.place",
         "checkpoint.contents",
         "checkpoint.data_file",
+        "checkpoint.verify",
+        "checkpoint.pace",
         "checkpoint.reader",
-        "checkpoint.refill",
     },
-    {"checkpoint.callers", "checkpoint.saving", "checkpoint.export"},
+    {"checkpoint.callers", "checkpoint.saving", "checkpoint.export", "checkpoint.take"},
     {"checkpoint.save", "checkpoint.load"},
     {"observe"},
     {"integrations.transformers", "integrations.lightning"},
@@ -229,8 +232,8 @@ INSIDE = {
     "checkpoint.metadata": {"checkpoint.index"},
     "checkpoint.place": {"checkpoint.index"},
     "checkpoint.data_file": {"checkpoint.boxes", "checkpoint.container", "checkpoint.contents", "checkpoint.index"},
-    "checkpoint.reader": {"checkpoint.container", "checkpoint.index"},
-    "checkpoint.refill": {"checkpoint.reader"},
+    "checkpoint.verify": {"checkpoint.container", "checkpoint.index"},
+    "checkpoint.reader": {"checkpoint.index", "checkpoint.verify"},
 }
 PURE = {  # no torch
     *(

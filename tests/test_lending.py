@@ -51,17 +51,39 @@ def test_the_whole_model_checkpointed(shape: str, tmp_path: Path) -> None:
 
 
 def test_too_small_a_budget_for_two(tmp_path: Path) -> None:
-    """A block and what it reads must fit together: the error names both and a budget, which works."""
+    """A block and what it is seen to read must fit together: said before anything runs, with both names and a budget,
+    which works.
+    """
     model = make(Neighbours)
-    with tiered(model, tiers_for(model, "nvme", tmp_path / "a")):
-        with pytest.raises(tz.TierzeroError, match=r"layers\.2 .* while layers\.0 must stay.*bytes") as caught:
-            loss_of(model, next(batches(1)))
-    budget = int(str(caught.value).rpartition("(")[2].split()[0])
+    with pytest.raises(
+        tz.BudgetError, match=r"\(layers\.0\), with the weights .* of layers\.2 .* more are needed"
+    ) as caught:
+        tz.offload(model, tz.Tiers(nvme=tmp_path / "a", host="64MiB", device=1, compute="cpu"))
+    budget = int(str(caught.value).partition("works is ")[2].split()[0])
     again, plain = make(Neighbours), Plain(make(Neighbours))
     tiers = tz.Tiers(nvme=tmp_path / "b", host="64MiB", device=budget, compute="cpu")
     with tiered(again, tiers) as run:
         train_both([("", run)], plain, 2)
         assert_same(run, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_budget_that_a_run_needed(shape: str, tmp_path: Path) -> None:
+    """What a step recorded is enough for the same one, and a byte less is not: the error names what is lent."""
+
+    def stepped(budget: int | str, name: str) -> int:
+        tiers = tz.Tiers(nvme=tmp_path / name, host="64MiB", device=budget, compute="cpu")
+        with tiered(make(SHAPES[shape]), tiers) as run:
+            loss_of(run.model, next(batches(1))).backward()
+            run.step()
+            run.zero_grad()
+            return int(tz.stats(run.model)["device_needed"])
+
+    needed = stepped("64MiB", "a")
+    assert stepped(needed, "b") == needed
+    with pytest.raises(tz.BudgetError, match=r"lent to modules|is too small for the largest unit"):
+        stepped(needed - 1, "c")
 
 
 def test_the_next_step_foresees_it(tmp_path: Path) -> None:

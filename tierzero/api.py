@@ -195,6 +195,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
     last_step: the last optimizer step, from the end of the one before to its own, or None: `wall_s` and the `parts_s`
     of the training thread that add up to it, `exposed_io_s` and `hidden_io_s`, bytes, busy seconds and GB/s by link,
     hit rate, the device's high-water mark. See docs/observe.md.
+    device_needed: the smallest device budget for what was run so far, with the weights that modules read of others.
     host_slab_bytes, host_touched_bytes, host_huge_bytes: the host tier's memory, what of it is in use, and what of that
     lies in huge pages; at most ten seconds old.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -13,6 +15,7 @@ from tierzero.malloc import mapped
 from tierzero.tiers.base import BlockFile, aligned_empty, settle
 
 BLOCK = 8 << 20  # bytes at a time
+WINDOW = 4  # parts of a record that are made and written at a time
 _SMALL = 1 << 18  # bytes whose checksum is not worth a thread
 
 
@@ -46,6 +49,46 @@ async def checksum_on_drive(file: BlockFile, extent: Extent) -> Sums:
         if ahead is not None:
             await asyncio.wait([ahead[1]])  # it may still be filling its buffer
             _ = ahead[1].cancelled() or ahead[1].exception()  # seen: an error before it goes first
+    return total
+
+
+async def in_window(count: int, work: Callable[[int], Awaitable[None]]) -> None:
+    """`work(0)` to `work(count - 1)`, begun in this order, WINDOW of them at a time. The first error is raised once
+    none goes on any more.
+    """
+    going: deque[asyncio.Future[None]] = deque()
+    try:
+        for number in range(count):
+            if len(going) == WINDOW:
+                await settle(going.popleft())
+            going.append(asyncio.ensure_future(work(number)))
+        while going:
+            await settle(going.popleft())
+    except BaseException:
+        if going:
+            await asyncio.wait(going)
+            _ = [one.cancelled() or one.exception() for one in going]  # seen: the error before them goes first
+        raise
+
+
+async def fill_extent(
+    file: BlockFile, extent: Extent, cuts: Sequence[int], make: Callable[[int], Awaitable[torch.Tensor]]
+) -> Sums:
+    """Write all of `extent`, from the bytes `cuts[i]` (whole pages) on what `make(i)` gives, uint8[n]; the checksum of
+    the whole. It is called in order, and its memory may serve again WINDOW calls later.
+    """
+    total: Sums = (0, 0)
+
+    async def one(number: int) -> None:
+        nonlocal total
+        data = await make(number)
+        writing = asyncio.ensure_future(file.write(extent.offset + cuts[number], data))
+        try:
+            total = combine(total, await checksum_of(data, cuts[number] // 4))
+        finally:
+            await settle(writing)
+
+    await in_window(len(cuts), one)
     return total
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tierzero.checksum import Sums
+from tierzero.extents import Extent
 from tierzero.metrics import Metrics
 from tierzero.records import DiskRecord
 from tierzero.store import Store
@@ -134,6 +136,10 @@ class FrozenRecord(DiskRecord):
     async def write(self, offset: int, data: torch.Tensor) -> None:
         await self.own()
         await super().write(offset, data)
+
+    def replace(self, extent: Extent, sums: Sums) -> None:
+        super().replace(extent, sums)
+        self.owned_again()
 
     async def own(self) -> None:
         """Copy what is borrowed into the store. OSError if the drive is full, StoreCorruptError for a changed file."""

@@ -88,6 +88,7 @@ class Engine:
             cuda=self.device.type == "cuda",
             activations=tiers.activation_bytes(),
         )
+        self.metrics.device_needed = self.placement.device_min
         self.last_save: Any = None  # a Saving
         self.at_end: list[Any] = []  # what takes it apart, last first
         try:

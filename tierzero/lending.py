@@ -43,6 +43,18 @@ class Borrower(Pin):
         self.lent: dict[int, Unit] = {}  # by uid
         self.used: set[int] = set()  # uids of what the trace has of it
 
+    def lends(self, uid: int) -> bool:
+        return uid in self.lent
+
+
+class Loan(Pin):
+    """One operation that uses what is lent to it."""
+
+    __slots__ = ()
+
+    def lends(self, uid: int) -> bool:
+        return True
+
 
 class Lending:
     """Lends the parameters of one model's units. `borrower()` is the innermost forward or backward that runs, or None;
@@ -77,7 +89,7 @@ class Lending:
         """`func` with live parameters in the place of those at rest."""
         borrower = self.borrower()
         assert borrower is not None
-        pin, units = Pin(), {}
+        pin, units = Loan(), {}
 
         def live(value: Any) -> Any:
             if not self.lends(value) or not isinstance(value.source, ParamSource):
@@ -85,6 +97,7 @@ class Lending:
             units[value.source.unit.uid] = value.source.unit
             return self._take(value, value.source, borrower, pin)
 
+        self.pager.loans += 1
         try:
             args, kwargs = tree_map(live, (args, kwargs))
             result = func(*args, **kwargs)
@@ -94,6 +107,7 @@ class Lending:
                     self._keep(unit, borrower)
             return result
         finally:
+            self.pager.loans -= 1
             for unit in units.values():
                 self.pager.release(unit, pin, register_rest=True)
 
@@ -122,6 +136,7 @@ class Lending:
         return live if leaf else live.detach()
 
     def _keep(self, unit: Unit, borrower: Borrower) -> None:
+        self.pager.loans += unit.uid not in borrower.lent
         borrower.lent[unit.uid] = unit
         unit.pins.add(borrower)
 
@@ -129,4 +144,5 @@ class Lending:
         """The borrower's forward or backward is over."""
         while borrower.lent:
             _, unit = borrower.lent.popitem()
+            self.pager.loans -= 1
             self.pager.release(unit, borrower, register_rest=True)

@@ -44,6 +44,7 @@ class Metrics:
     device_budget: int = 0
     device_used: int = 0
     device_peak: int = 0
+    device_needed: int = 0
     host_budget: int = 0
     nvme_read_expected: int = 0
     nvme_written_expected: int = 0
@@ -111,6 +112,11 @@ class Metrics:
         with self._lock:
             self.d2h += nbytes
             self._peak(self.device_used + nbytes)
+
+    def needed(self, nbytes: int) -> None:
+        """A device budget below `nbytes` would not have done."""
+        with self._lock:
+            self.device_needed = max(self.device_needed, nbytes)
 
     def _peak(self, nbytes: int) -> None:
         self.device_peak = max(self.device_peak, nbytes)

@@ -49,6 +49,7 @@ class Pager:
         self.trace = updates.trace
         updates.landed = transfer.landed
         self.residency = Residency(units, loop, transfer, updates, metrics, self.trace, budget, depth)
+        self.loans = 0  # how often a unit is lent now; see lending.py
         self._ticks = itertools.count(1)  # numbers the beginnings of backward
 
     # -- use -----------------------------------------------------------------------------------------------------------
@@ -75,6 +76,8 @@ class Pager:
         except BaseException:
             unit.pins.discard(pin)
             raise
+        if self.loans:
+            self.metrics.needed(self.residency.held())
         self.residency.kick()
 
     def _check_open(self, unit: Unit) -> None:

@@ -17,6 +17,10 @@ class Pin:
 
     __slots__ = ("__weakref__",)
 
+    def lends(self, uid: int) -> bool:
+        """Whether it keeps the unit for a module that reads its weights."""
+        return False
+
 
 class Hold(Pin):
     """The pin of an `unsharded` block, which lasts whatever becomes of forwards."""
@@ -44,6 +48,11 @@ class Pins:
 
     def __contains__(self, pin: Pin) -> bool:
         return id(pin) in self._refs
+
+    def lent(self, uid: int) -> bool:
+        """Whether they keep the unit, `uid`, for a module that reads its weights."""
+        pins = [ref() for ref in tuple(self._refs.values())]
+        return any(pin is not None and pin.lends(uid) for pin in pins)
 
     def add(self, pin: Pin) -> None:
         """Add `pin`."""

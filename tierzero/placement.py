@@ -11,7 +11,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tierzero.errors import BudgetError
@@ -29,13 +29,15 @@ BUFFERS = ((24, 4 << 20), (16, 4 << 20), (8, 4 << 20), (6, 2 << 20), (4, 1 << 20
 @dataclass(frozen=True)
 class UnitSize:
     """A unit as placement sees it: its layout, the units whose modules contain its module (their forwards run around
-    its own), and the bytes of gradients that gather on the device until its backward is over (those of micro-batches).
+    its own), the bytes of gradients that gather on the device until its backward is over (those of micro-batches), and
+    the units whose weights it is seen to read.
     """
 
     name: str
     layout: UnitLayout
     around: tuple[int, ...] = ()
     gathers: int = 0
+    borrows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,9 @@ def place(
     device_min, reserve = device_needs(units)
     if device < device_min:
         raise BudgetError(
-            f"the device budget of {format_size(device)} is too small for the largest unit with the units around it "
-            "and its gradients; the smallest device budget that works is "
+            f"the device budget of {format_size(device)} is too small for the largest unit with the units around it"
+            f"{_lent(units)} and its gradients; {format_size(device_min - device)} more are needed: the smallest "
+            "device budget that works is "
             f"{device_min} bytes ({format_size(device_min)}), or split the model into smaller "
             "units with offload(..., units=...) in Python"
         )
@@ -152,19 +155,41 @@ def place(
 def device_needs(units: Sequence[UnitSize]) -> tuple[int, int]:
     """(the smallest device budget, the part of it kept for gradients on their way out), bytes."""
     reserve = 0
-    chain = 0
+    chain = max((_chain(units, unit) for unit in units), default=0)
     for unit in units:
-        chain = max(chain, unit.layout.flat_bytes + sum(units[index].layout.flat_bytes for index in unit.around))
         grads = sorted((place.spec.nbytes for place in unit.layout.places if place.grad >= 0), reverse=True)
         reserve = max(reserve, sum(grads[:2]) + unit.gathers)
     return chain + reserve, reserve
 
 
-def device_too_small(name: str, nbytes: int, budget: int, held: dict[str, int], reserve: int) -> BudgetError:
-    """The error for unit `name` of `nbytes` that finds no room beside the `held` units; names the budget that works."""
+def _chain(units: Sequence[UnitSize], unit: UnitSize) -> int:
+    """Bytes that must be on the device at once while `unit` runs."""
+    return unit.layout.flat_bytes + sum(units[index].layout.flat_bytes for index in (*unit.around, *unit.borrows))
+
+
+def _lent(units: Sequence[UnitSize]) -> str:
+    """What is lent to the unit that needs most."""
+    most = max(units, key=lambda unit: _chain(units, unit), default=None)
+    if most is None or not most.borrows:
+        return ""
+    names = ", ".join(units[index].name for index in most.borrows)
+    nbytes = sum(units[index].layout.flat_bytes for index in most.borrows)
+    return f" ({most.name}), with the weights that its modules read of {names} ({format_size(nbytes)})"
+
+
+def device_too_small(
+    name: str, nbytes: int, budget: int, held: dict[str, int], reserve: int, lent: Collection[str] = ()
+) -> BudgetError:
+    """The error for unit `name` of `nbytes` that finds no room beside the `held` units; names the budget that works.
+    `lent`: those of all these that are there because others read their weights.
+    """
     need = nbytes + reserve + sum(size for other, size in held.items() if other != name)
     names = ", ".join(other for other in held if other != name) or "nothing"
+    loans = ", ".join(other for other in dict.fromkeys((name, *held)) if other in lent)
     return BudgetError(
         f"unit {name} ({format_size(nbytes)}) does not fit the device budget of {format_size(budget)} for parameters "
-        f"while {names} must stay; a device budget of at least {format_size(need)} ({need} bytes) works here"
+        f"while {names} must stay"
+        + (f" (lent to modules that read their weights, which cannot be seen before: {loans})" if loans else "")
+        + f"; {format_size(need - budget - reserve)} more are needed: a device budget of at least {format_size(need)} "
+        f"({need} bytes) works here"
     )

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+from tierzero.checksum import Sums
 from tierzero.errors import TierzeroError
+from tierzero.extents import Extent
 from tierzero.layout import StatePiece, state_pieces
 from tierzero.metrics import Metrics
 from tierzero.native import NATIVE
@@ -69,6 +71,10 @@ class DiskRecord:
     async def write(self, offset: int, data: torch.Tensor) -> None:
         self.metrics.add("nvme_written_expected", data.numel())
         await self.store.write(self.name, offset, data)
+
+    def replace(self, extent: Extent, sums: Sums) -> None:
+        """Make a new version of it, which is written, the current one."""
+        self.store.publish(self.name, extent, sums)
 
 
 class StateRecord:
@@ -176,12 +182,23 @@ class StateRecord:
 def pack(format: StateFormat, chunk: int, planes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One chunk's bytes from its float32 parts, and with a split master the bfloat16 parameters that go with them."""
     if format.plain:
-        return torch.cat(planes).view(torch.uint8), None
+        return _joined(planes).view(torch.uint8), None
     count = planes[0].numel()
     raw = torch.empty(format.chunk_bytes(count), dtype=torch.uint8)
     params = torch.empty(count, dtype=torch.bfloat16) if format.master == "split" else None
     _native().pack_state(format.native, chunk, raw, *planes[:3], planes[3] if format.amsgrad else None, params)
     return raw, params
+
+
+def _joined(planes: list[torch.Tensor]) -> torch.Tensor:
+    """All of them in one, copied only if they do not lie one behind the other as it is."""
+    first = planes[0]
+    at = [first.data_ptr() + number * first.nbytes for number in range(len(planes))]
+    whole = all(
+        plane.data_ptr() == address and plane.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for plane, address in zip(planes, at, strict=True)
+    )
+    return first.as_strided((len(planes) * first.numel(),), (1,)) if whole and first.numel() else torch.cat(planes)
 
 
 def _native() -> ModuleType:

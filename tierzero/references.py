@@ -26,10 +26,8 @@ class References:
         wanted = {id(param) for param in params}
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
-            for name, value in module.__dict__.items():
-                if name not in _REGISTERED:
-                    for found in _inside(value, wanted, DEPTH):
-                        self._places.setdefault(found, []).append((module, name))
+            for name, found in referred(module, wanted):
+                self._places.setdefault(found, []).append((module, name))
 
     def replace(self, old: Iterable[nn.Parameter], new: Iterable[nn.Parameter]) -> None:
         """Put each of `new` wherever its predecessor in `old` is referred to, with the hooks on its gradient."""
@@ -46,6 +44,16 @@ class References:
             for module, name in places:
                 module.__dict__[name] = _replaced(module.__dict__.get(name), successors, DEPTH)
             self._places[id(after)] = places
+
+
+def referred(module: nn.Module, wanted: set[int]) -> Iterator[tuple[str, int]]:
+    """(attribute, id) of those of `wanted`, ids of objects, that the module itself refers to outside of its registered
+    places.
+    """
+    for name, value in module.__dict__.items():
+        if name not in _REGISTERED:
+            for found in _inside(value, wanted, DEPTH):
+                yield name, found
 
 
 def _inside(value: Any, wanted: set[int], depth: int) -> Iterator[int]:

@@ -77,13 +77,19 @@ class Residency:
                     held = {u.name: u.layout.flat_bytes for u in self._resident.values() if u.pins}
                     budget = self.ahead.budget
                     reserve = self.metrics.device_budget - budget
-                    raise device_too_small(unit.name, unit.layout.flat_bytes, budget, held, reserve)
+                    lent = {u.name for u in (unit, *self._resident.values()) if u.pins.lent(u.uid)}
+                    raise device_too_small(unit.name, unit.layout.flat_bytes, budget, held, reserve, lent)
             else:
                 arrival = unit.arrival
                 assert arrival is not None
                 self.updates.hurry(unit)
                 await asyncio.wait([arrival])
                 arrival.result()
+
+    def held(self) -> int:
+        """Bytes of the device budget without which what is pinned now would not fit. From any thread."""
+        pinned = sum(unit.layout.flat_bytes for unit in list(self._resident.values()) if unit.pins)
+        return pinned + self.metrics.device_budget - self.ahead.budget
 
     def stale(self, unit: Unit) -> None:
         """The device copy no longer equals the bytes at rest."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
+from tierzero.blocks import fill_extent, in_window
 from tierzero.borrowed import BorrowedFiles
-from tierzero.checksum import Sums, checksum, combine
+from tierzero.checksum import Sums
 from tierzero.errors import BudgetError
 from tierzero.extents import Extent
 from tierzero.metrics import Metrics
@@ -16,11 +16,12 @@ from tierzero.records import DiskRecord, HostRecord, StateRecord, pack
 from tierzero.share import HostShare, LooseBlock
 from tierzero.state_format import StateFormat
 from tierzero.store import Store
-from tierzero.tiers.base import settle
 from tierzero.tiers.host import Block, HostArena
 from tierzero.unit import Unit
 
-Planes = Callable[[int, int], Awaitable[list[torch.Tensor]]]  # the float32 parts of a chunk from its first element, end
+# the float32 parts of a chunk from its first element, end; their memory may serve again blocks.WINDOW calls later
+Planes = Callable[[int, int], Awaitable[list[torch.Tensor]]]
+Make = Callable[[int], Awaitable[torch.Tensor]]
 
 
 class StateHomes:
@@ -87,39 +88,48 @@ class StateHomes:
             await self._fill_extent(state.record.name, state.elements, state.format, planes)
 
     async def _fill_memory(self, host: HostRecord, elements: int, format: StateFormat, planes: Planes) -> None:
-        at = 0
         host.version += 1
-        for first in range(0, elements, self.chunk):
-            raw, _ = pack(format, self.chunk, await planes(first, min(first + self.chunk, elements)))
-            host.data[at : at + raw.numel()].copy_(raw)
-            at += raw.numel()
+        size, chunk = format.chunk_bytes(self.chunk), self.chunk
+
+        async def one(number: int) -> None:
+            first = number * chunk
+            raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
+            host.data[number * size : number * size + raw.numel()].copy_(raw)
+
+        await in_window(-(-elements // chunk), one)
 
     async def _fill_extent(self, name: str, elements: int, format: StateFormat, planes: Planes) -> None:
-        """A new version of a record in the store; one chunk is written while the next is made."""
+        """A new version of a record in the store, published."""
+        extent, sums = await self.new_state(name, elements, format, planes)
         assert self.store is not None
-        nbytes = format.record_bytes(elements, self.chunk)
+        self.store.publish(name, extent, sums)
+
+    async def new_state(self, name: str, elements: int, format: StateFormat, planes: Planes) -> tuple[Extent, Sums]:
+        """A new version of a state record in the store, not published; on failure nothing is left. Some chunks are
+        made and written at a time.
+        """
+        assert self.store is not None
+        nbytes, size, chunk = format.record_bytes(elements, self.chunk), format.chunk_bytes(self.chunk), self.chunk
+
+        async def make(number: int) -> torch.Tensor:
+            first = number * chunk
+            return pack(format, chunk, await planes(first, min(first + chunk, elements)))[0]
+
+        return await self.new_version(name, nbytes, range(0, -(-elements // chunk) * size, size), make)
+
+    async def new_version(self, name: str, nbytes: int, cuts: Sequence[int], make: Make) -> tuple[Extent, Sums]:
+        """A new version of any record in the store, not published, from its parts; see blocks.fill_extent. On failure
+        nothing is left.
+        """
+        assert self.store is not None
         extent = self.store.allocate(nbytes, name)
-        writing: asyncio.Future[None] | None = None
         try:
-            sums: Sums = (0, 0)
-            at = 0
-            for first in range(0, elements, self.chunk):
-                raw, _ = pack(format, self.chunk, await planes(first, min(first + self.chunk, elements)))
-                if writing is not None:
-                    await settle(writing)
-                writing = asyncio.ensure_future(self.store.file.write(extent.offset + at, raw))
-                sums = combine(sums, checksum(raw, at // 4))
-                at += raw.numel()
-            if writing is not None:
-                await settle(writing)
+            sums = await fill_extent(self.store.file, extent, cuts, make)
         except BaseException:
-            if writing is not None:
-                await asyncio.wait([writing])
-                _ = writing.cancelled() or writing.exception()  # seen: the error before it goes first
             self.store.discard(extent)
             raise
         self.metrics.add("nvme_written_expected", nbytes)
-        self.store.publish(name, extent, sums)
+        return extent, sums
 
     async def resettle(self, unit: Unit, old: StateRecord) -> StateRecord:
         """The snapshot's state record where the unit's state goes now, and with the master that goes there."""

@@ -10,6 +10,7 @@ from tierzero.errors import TierzeroError
 from tierzero.layout import unit_layout
 from tierzero.partition import Part, enclosing, repeated
 from tierzero.placement import UnitSize
+from tierzero.references import referred
 from tierzero.unit import spec_of
 
 
@@ -17,12 +18,35 @@ def unit_sizes(model: nn.Module, parts: Sequence[Part], micro_batches: int = 1) 
     """What placement needs to know of `parts`, the units of `model`."""
     sizes = []
     enclosed, cut = enclosing([part.module for part in parts]), repeated(model, parts)
-    for part, around, pieces in zip(parts, enclosed, cut, strict=True):
+    borrowed = borrows(model, parts)
+    for part, around, pieces, lent in zip(parts, enclosed, cut, borrowed, strict=True):
         layout = unit_layout([spec_of(name, param) for name, param in zip(part.names, part.params, strict=True)])
         inside = part.module.parameters() if pieces and micro_batches > 1 else ()
         gathers = sum(param.numel() * param.element_size() for param in inside if param.requires_grad)
-        sizes.append(UnitSize(part.name, layout, tuple(sorted(around)), gathers))
+        sizes.append(UnitSize(part.name, layout, tuple(sorted(around)), gathers, tuple(sorted(lent - around))))
     return sizes
+
+
+def borrows(model: nn.Module, parts: Sequence[Part]) -> list[set[int]]:
+    """For each of `parts`, the others that are lent to it while it runs, as far as can be seen before: its modules
+    refer to their parameters, or to modules with such, in attributes and containers that nn.Module does not know. Of a
+    module that is spread over several units, the largest.
+    """
+    owner = {id(param): index for index, part in enumerate(parts) for param in part.params}
+    sizes = [sum(param.numel() * param.element_size() for param in part.params) for part in parts]
+    modules = {id(module): module for module in model.modules()}
+    inner: dict[int, int] = {}  # of each module, the innermost unit around it
+    for index in sorted(range(len(parts)), key=lambda index: -sum(1 for _ in parts[index].module.modules())):
+        inner.update((id(module), index) for module in parts[index].module.modules())
+    found: list[set[int]] = [set() for _ in parts]
+    wanted = owner.keys() | modules.keys()
+    for key, module in modules.items():
+        for _, other in referred(module, wanted) if key in inner else ():
+            there = {owner[other]} if other in owner else set()
+            if other in modules and module not in set(modules[other].modules()):  # what is around it refers back to it
+                there = {owner[id(param)] for param in modules[other].parameters()}
+            found[inner[key]].update(sorted(there, key=lambda index: -sizes[index])[:1])
+    return [others - {index} for index, others in enumerate(found)]
 
 
 def units_in_pieces(model: nn.Module, parts: Sequence[Part], micro_batches: int) -> list[int]:

@@ -10,7 +10,8 @@ written. All that goes into one buffer is read at once, and some buffers are fil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,11 +125,19 @@ class Writer:
     calls `abandon`.
     """
 
-    def __init__(self, file: BlockFile, hurry: Callable[[], bool] = lambda: True) -> None:
-        """`hurry()`: whether somebody waits. Else one buffer is under way at a time: training has the drive."""
+    def __init__(
+        self,
+        file: BlockFile,
+        hurry: Callable[[], bool] = lambda: True,
+        rest: Callable[[float, int], Awaitable[None]] | None = None,
+    ) -> None:
+        """`hurry()`: whether somebody waits. Else one buffer is under way at a time, and `rest` is awaited after each
+        with the seconds and bytes that it took, in sections that are not urgent: training has the drive.
+        """
         self.file = file
         self.hurry = hurry
         self.written = 0  # bytes
+        self.rest = rest
         self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
         for _ in range(BUFFERS):
             self._free.put_nowait(aligned_empty(BUFFER))
@@ -136,7 +145,7 @@ class Writer:
         self._writing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
 
-    async def write(self, section: Section) -> None:
+    async def write(self, section: Section, *, urgent: bool = True) -> None:
         """Return when all items of the section have been read and their checksums are known; writes may still be under
         way. Several sections may be written at a time.
         """
@@ -146,12 +155,15 @@ class Writer:
                 item.stored.sums = to_hex(await checksum_of(torch.frombuffer(bytearray(item.head), dtype=torch.uint8)))
         mine = []
         for load in loads(section):
+            began = time.monotonic()
             buffer = await self._free.get()
             mine.append(self._begin(self._fill(load, buffer, sums), self._filling))
             if not self.hurry():
                 await asyncio.wait(mine[-1:])
                 if self._writing:
                     await asyncio.wait(self._writing)
+                if self.rest is not None and not urgent and load.used:
+                    await self.rest(time.monotonic() - began, load.used)
         if mine:
             await asyncio.wait(mine)
         self._check()

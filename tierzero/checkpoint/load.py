@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,14 @@ from tierzero.checkpoint.index import INDEX, StoredTensor, read_head
 from tierzero.checkpoint.place import check_not_above
 from tierzero.checkpoint.randomness import random_state, set_random_state
 from tierzero.checkpoint.reader import Reader
-from tierzero.checkpoint.refill import MASTER, refill_params, refill_states
+from tierzero.checkpoint.refill import MASTER
+from tierzero.checkpoint.take import Units
 from tierzero.checkpoint.weights import load_weights
 from tierzero.clock import SAVE
 from tierzero.engine import Engine
 from tierzero.errors import ConfigError, StoreCorruptError, TierzeroError
-from tierzero.generic import Kept
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
-from tierzero.optim.generic import WrappedOptimizer
-from tierzero.optim.generic_update import replace_states
-from tierzero.unit import Unit
 
 log = logging.getLogger("tierzero")
 
@@ -48,7 +44,7 @@ def load(
     in_place: bool = False,
 ) -> dict[str, Any]:
     """Put what `save` has written into the directory `path` back into an offloaded `model`, under whatever placement
-    and budgets it has now; one tensor is in memory at a time. Returns the `meta` that was saved.
+    and budgets it has now; some MiB are in memory at a time. Returns the `meta` that was saved.
 
     With `optimizer` (built over the same parameters in the same groups) the run goes on from there bit for bit:
     states, hyper-parameters, accumulated gradients and, with `random`, the random generators come back too. Without it
@@ -56,8 +52,9 @@ def load(
     by the names that they were saved under; those that can (modules) are filled tensor by tensor, others get
     load_state_dict().
 
-    Everything is checked before anything is changed: names, shapes and dtypes against the model, and with `verify` all
-    bytes against their checksums, which reads them one more time.
+    Everything is checked before anything is changed: names, shapes and dtypes against the model, and all bytes that are
+    loaded against their checksums: those that go to the drive on their way into new versions of what is there, the rest
+    with `verify` in a pass of its own.
     A path that holds no such checkpoint goes to `load_weights`, with `strict` and `in_place`: safetensors, or what
     torch.distributed.checkpoint has written. Then {"missing": [...], "unexpected": [...]} is returned.
 
@@ -104,6 +101,7 @@ class Loading:
         self.reader = reader
         self.index = reader.index
         self.optimizers = optimizers
+        self.units = Units(engine, reader, optimizers)
         self.states = CallersStates(reader, states, self._differs)
         self.where = reader.path.parent
 
@@ -116,10 +114,11 @@ class Loading:
         random = random and bool(self.optimizers) and "random" in self.index.extra
         if random:
             self._check_random()
-        if verify:
-            for _ in self.reader.verify():
-                pass
-        self._take(groups)
+        try:
+            self._stage(verify)
+            self._take(groups)
+        finally:
+            self.units.discard()
         gradients = self._gradients() if self.optimizers else 0
         self.states.restore()
         if random:
@@ -204,7 +203,7 @@ class Loading:
 
     def _check_states(self) -> None:
         adam = all(isinstance(one, AdamW) for one in self.optimizers)
-        for name, parts in self._of_optimizer.items() if self.optimizers else ():
+        for name, parts in self.units.of_optimizer.items() if self.optimizers else ():
             param = self.index.tensors.get(f"model.{name}")
             for part in (MASTER, *MOMENTS):
                 stored = self.index.tensors.get(parts.get(part, ""))
@@ -234,11 +233,31 @@ class Loading:
         finally:
             set_random_state(before)
 
+    def _stage(self, verify: bool) -> None:
+        """Compare what is loaded with its checksums before anything is changed: on the way into new versions of records
+        in the store, else with `verify` in a pass of its own.
+        """
+        stageable = self.units.stageable()
+        if verify:
+            wanted = [*self.index.objects, *self.index.tensors]
+            wanted = [key for key in wanted if self.optimizers or self._is_loaded(key)]
+            self._verify(set(wanted) - stageable, stageable)
+        if not self.units.stage() and verify:
+            self._verify(stageable)
+
+    def _is_loaded(self, key: str) -> bool:
+        """Whether it is loaded without an optimizer."""
+        path = self.index.paths.get(key, [])
+        return key.startswith("model.") or (path[:1] == ["states"] and path[1] in self.states.states)
+
+    def _verify(self, keys: set[str], framed: set[str] | None = None) -> None:
+        for _ in self.reader.verify(keys, framed or ()):
+            pass
+
     # -- putting back --------------------------------------------------------------------------------------------------
 
     def _take(self, groups: list[dict[str, Any]]) -> None:
         """Everything of the model and the optimizers, unit by unit."""
-        members: dict[Unit, dict[int, TieredOptimizer]] = {}
         for one in self.optimizers:
             count = len(one.param_groups)
             try:
@@ -247,10 +266,8 @@ class Loading:
                 what = self._differs(f"its hyper-parameters do not fit {made_by(one)} ({error})")
                 raise ConfigError(str(what)) from error
             groups = groups[count:]
-            for unit, index in (home_of(param) for group in one.param_groups for param in group["params"]):
-                members.setdefault(unit, {})[index] = one
         for unit in self.engine.units:
-            self._take_unit(unit, members.get(unit, {}))
+            self.units.take(unit)
         for one in self.optimizers:
             one.restored()
         modules = dict(self.model.named_modules())
@@ -261,59 +278,13 @@ class Loading:
             elif isinstance(value, torch.Tensor) and name.split(".")[-1] != EXTRA:
                 value.copy_(self.reader.tensor(key))
 
-    def _take_unit(self, unit: Unit, members: dict[int, TieredOptimizer]) -> None:
-        params = [f"model.{name}" for name in unit.names]
-        trained = {index for index, place in enumerate(unit.layout.places) if place.elem >= 0}
-        adam = {index for index in trained if isinstance(members.get(index), AdamW)}
-        whole = unit.state is not None and bool(adam)
-        if unit.generic is not None:  # its masters change as a whole
-            for index, key in enumerate(params):
-                unit.rest[index].copy_(self.reader.tensor(key))
-        else:
-            work = refill_params(self.reader, unit, params, masters=not whole or adam != trained)
-            unit.at_rest(work, changes=True)
-        unit.version += 1
-        parts = {index: self._parts(unit, index) for index in trained & members.keys()}
-        if whole:
-            keys = {index: {MASTER: params[index], **parts[index]} for index in adam}
-            unit.at_rest(refill_states(self.reader, unit, keys, trained - adam), changes=True)
-        for index in adam:
-            step = parts[index].get("step")
-            unit.steps[index] = int(self.reader.tensor(step)) if step is not None else 0
-        generic = {index: parts[index] for index in parts.keys() - adam}
-        if generic:
-            take_generic(
-                unit, {i: {part: self._value(k) for part, k in own.items()} for i, own in generic.items()}, members
-            )
-
-    def _parts(self, unit: Unit, index: int) -> dict[str, str]:
-        """The keys of a parameter's states, by what they are."""
-        return self._of_optimizer.get(self._canonical(unit, index), {})
-
-    @cached_property
-    def _of_optimizer(self) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
-        for key, path in self.index.paths.items():
-            if path[:2] == ["optimizer", "state"]:
-                found.setdefault(str(path[2]), {})[str(path[3])] = key
-        return found
-
-    def _canonical(self, unit: Unit, index: int) -> str:
-        key = f"model.{unit.names[index]}"
-        return self.index.aliases.get(key, key).removeprefix("model.")
-
-    def _value(self, key: str) -> Any:
-        if key in self.index.objects:
-            return self.reader.object(key)
-        return self.reader.tensor(key)
-
     def _gradients(self) -> int:
         """The accumulated gradients; how many there are."""
         count = 0
         for unit in self.engine.units:
             self.engine.pager.settle(unit)
             for index in range(len(unit.rest)):
-                name = self._canonical(unit, index)
+                name = self.units.canonical(unit, index)
                 if f"gradients.{name}" not in self.index.tensors:
                     unit.rest[index].grad = None
                     unit.unscaled[index] = unit.coef[index] = 1.0
@@ -328,18 +299,7 @@ class Loading:
 
 def take_groups(optimizer: TieredOptimizer, groups: list[dict[str, Any]]) -> None:
     """The hyper-parameters of `groups`, checked and cast by the optimizer itself, and no states."""
-    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    optimizer.load_groups(groups)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group.setdefault(key, value)  # what a scheduler has added
-
-
-def take_generic(unit: Unit, states: dict[int, dict[str, Any]], members: dict[int, TieredOptimizer]) -> None:
-    """The states of wrapped optimizers, exactly as they were: torch's load_state_dict would cast them."""
-    fresh = {}
-    for index, values in states.items():
-        one = members[index]
-        assert isinstance(one, WrappedOptimizer)
-        master = values.pop(MASTER, None)
-        fresh[index] = Kept(one.made_by, master, values)
-    unit.at_rest(replace_states(unit.owner.homes, unit, fresh, "loading the states"), changes=True)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tierzero.checkpoint.container import frame
-from tierzero.checkpoint.index import DATA, Index, Piece, read_index
+from tierzero.checkpoint.index import DATA, Index, read_index
+from tierzero.checkpoint.verify import Pass
 from tierzero.checksum import Sums, checksum, combine, to_hex
 from tierzero.errors import StoreCorruptError
-from tierzero.tiers.base import aligned_empty, memory_of, settle
+from tierzero.tiers.base import memory_of, settle
 from tierzero.tiers.readonly import ReadOnlyFile
 
 BLOCK = 4 << 20  # bytes at a time
-_READERS = 3  # threads that verify
+THREADS = 4  # that read: as many requests the drive has at once
 
 
 class Reader:
@@ -31,11 +32,13 @@ class Reader:
     def __init__(self, directory: Path) -> None:
         self.index: Index = read_index(directory)
         self.path = directory / DATA
-        self._file = ReadOnlyFile(self.path)
+        self.file = ReadOnlyFile(self.path)
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tierzero-load")
 
     def close(self) -> None:
         """Give up the file. Harmless when closed."""
-        self._file.close()
+        self.pool.shutdown()
+        self.file.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -48,7 +51,12 @@ class Reader:
         stored = self.index.stored(key)
         assert stored is not None
         out = torch.empty(stored.shape, dtype=stored.dtype)
-        InOrder(self, key).read(out.view(-1))
+        parts, flat, step = Parts(self, key), out.view(-1), max(BLOCK // out.element_size(), 1)
+        if flat.numel() <= step:
+            parts.read(0, flat)
+        else:
+            for _ in self.pool.map(lambda at: parts.read(at, flat[at : at + step]), range(0, flat.numel(), step)):
+                pass
         return out
 
     def object(self, key: str) -> Any:
@@ -65,75 +73,40 @@ class Reader:
                 f"({type(error).__name__}): the file is not what was written. Copy it again, or load another checkpoint"
             ) from error
 
-    def verify(self) -> Iterator[tuple[str, int]]:
-        """Compare everything with its checksum, in the order of the file; gives (key, bytes) of each thing that is
-        right. Several are read at a time.
+    def verify(self, keys: Collection[str] | None = None, framed: Collection[str] = ()) -> Iterator[tuple[str, int]]:
+        """Compare everything, or the things of `keys`, with its checksum, in the order of the file; gives (key, bytes)
+        of each thing that is right. Of the tensors `framed` only what lies around their bytes.
         """
-        things: list[tuple[int, str, Any]] = [(one.start, key, one) for key, one in self.index.objects.items()]
-        for key, stored in self.index.tensors.items():
-            things += [(piece.start, key, (stored, piece)) for piece in stored.pieces]
-        things.sort(key=lambda thing: thing[0])
-        with ThreadPoolExecutor(_READERS) as pool:
-            coming: deque[tuple[str, int, Future[None]]] = deque()
-            try:
-                for _, key, one in things:
-                    nbytes = one[1].nbytes if isinstance(one, tuple) else one.length
-                    coming.append((key, nbytes, pool.submit(self._verify, key, one)))
-                    if len(coming) > 2 * _READERS:
-                        yield _right(*coming.popleft())
-                while coming:
-                    yield _right(*coming.popleft())
-            finally:
-                for _, _, future in coming:
-                    future.cancel()
-
-    def _verify(self, key: str, one: Any) -> None:
-        if not isinstance(one, tuple):
-            self.compare(key, one.sums, self._sums(key, one.start, one.length), one.start, one.length)
-            return
-        stored, piece = one
-        head, tail = frame(stored.dtype, piece.sizes, piece.start)
-        for at, expected in ((piece.start, head), (piece.at + piece.nbytes, tail)):
-            raw = torch.empty(len(expected), dtype=torch.uint8)
-            self.fill(at, raw, key)
-            if bytes(memory_of(raw)) != expected:
-                raise self._changed(key, at, len(expected))
-        self.compare(key, piece.sums, self._sums(key, piece.at, piece.nbytes), piece.at, piece.nbytes)
-
-    def _sums(self, key: str, start: int, nbytes: int) -> Sums:
-        buffer, total = aligned_empty(min(BLOCK, nbytes)), (0, 0)
-        for at in range(0, nbytes, BLOCK):
-            part = buffer[: min(BLOCK, nbytes - at)]
-            self.fill(start + at, part, key)
-            total = combine(total, checksum(part, at // 4))
-        return total
+        return Pass(self, keys, framed).run()
 
     def fill(self, at: int, out: torch.Tensor, key: str) -> None:
         """Read the file's bytes from `at` on, which are some of `key`."""
         try:
-            self._file.read(at, out)
+            self.file.read(at, out)
         except OSError as error:
-            raise OSError(error.errno, f"{key} cannot be read: {error.strerror}", str(self.path)) from error
+            raise self.unreadable(key, error) from error
+
+    def unreadable(self, key: str, error: OSError) -> OSError:
+        """The error for bytes of `key` that the drive does not give."""
+        return OSError(error.errno, f"{key} cannot be read: {error.strerror}", str(self.path))
 
     def compare(self, key: str, expected: str, found: Sums, at: int, nbytes: int) -> None:
         """StoreCorruptError if the bytes of `key` are not those that were written."""
         if to_hex(found) != expected:
-            raise self._changed(key, at, nbytes)
+            raise self.changed(key, at, nbytes)
 
-    def _changed(self, key: str, at: int, nbytes: int) -> StoreCorruptError:
+    def changed(self, key: str, at: int, nbytes: int) -> StoreCorruptError:
+        """The error for bytes of `key` that are not those that were written."""
         return StoreCorruptError(
             f"{key} ({nbytes} bytes at {at} of {self.path}) does not match its checksum: the file is not what was "
             "written. Copy it again, or load another checkpoint"
         )
 
 
-def _right(key: str, nbytes: int, future: Future[None]) -> tuple[str, int]:
-    future.result()
-    return key, nbytes
-
-
-class InOrder:
-    """One tensor, read from its first element to its last; each piece is compared with its checksum at its end."""
+class Parts:
+    """One tensor, read in parts in any order, several at a time, each element once. A piece is compared with its
+    checksum when all of it was read.
+    """
 
     def __init__(self, reader: Reader, key: str) -> None:
         stored = reader.index.stored(key)
@@ -141,28 +114,34 @@ class InOrder:
         self.reader = reader
         self.key = key
         self.dtype = stored.dtype
-        self.left = stored.nbytes
-        self._pieces = iter(stored.pieces)
-        self._piece: Piece | None = None
-        self._done = 0  # bytes of the piece
-        self._sums: Sums = (0, 0)
+        self._pieces = [piece for piece in stored.pieces if piece.nbytes]
+        self._starts = [piece.first * stored.dtype.itemsize for piece in self._pieces]
+        self._found: dict[int, tuple[int, Sums]] = {}  # of pieces read in part: bytes, and their checksum
+        self._lock = threading.Lock()
 
-    def read(self, out: torch.Tensor) -> None:
-        """Fill `out` (one-dimensional, of this dtype) with the elements that come next."""
+    def read(self, first: int, out: torch.Tensor) -> None:
+        """Fill `out` (one-dimensional, of this dtype) with the elements from `first` on."""
         raw = out.view(torch.uint8) if out.numel() else torch.empty(0, dtype=torch.uint8)
-        at = 0
+        start, at = first * self.dtype.itemsize, 0
+        number = bisect_right(self._starts, start) - 1
         while at < raw.numel():
-            piece = self._piece = next(self._pieces) if self._piece is None else self._piece
-            part = raw[at : at + min(BLOCK, piece.nbytes - self._done)]
-            self.reader.fill(piece.at + self._done, part, self.key)
-            self._sums = combine(self._sums, checksum(part, self._done // 4))
-            self._done += part.numel()
-            self.left -= part.numel()
+            piece, within = self._pieces[number], start + at - self._starts[number]
+            part = raw[at : at + min(BLOCK, piece.nbytes - within)]
+            self.reader.fill(piece.at + within, part, self.key)
+            self._add(number, part.numel(), checksum(part, within // 4))
             at += part.numel()
-            if self._done == piece.nbytes:
-                self.reader.compare(self.key, piece.sums, self._sums, piece.at, piece.nbytes)
-                self._piece, self._done, self._sums = None, 0, (0, 0)
+            number += within + part.numel() == piece.nbytes
 
-    async def read_async(self, out: torch.Tensor) -> None:
-        """`read` in a thread."""
-        await settle(asyncio.ensure_future(asyncio.to_thread(self.read, out)))
+    def _add(self, number: int, nbytes: int, sums: Sums) -> None:
+        piece = self._pieces[number]
+        with self._lock:
+            done, before = self._found.pop(number, (0, (0, 0)))
+            done, sums = done + nbytes, combine(before, sums)
+            if done < piece.nbytes:
+                self._found[number] = done, sums
+        if done >= piece.nbytes:
+            self.reader.compare(self.key, piece.sums, sums, piece.at, piece.nbytes)
+
+    async def read_async(self, first: int, out: torch.Tensor) -> None:
+        """`read` in one of the reader's threads."""
+        await settle(asyncio.get_running_loop().run_in_executor(self.reader.pool, self.read, first, out))

@@ -28,6 +28,7 @@ from tierzero.checkpoint.frozen import Frozen, in_order
 from tierzero.checkpoint.frozen_unit import FrozenUnit
 from tierzero.checkpoint.index import DATA, INDEX, METADATA, Index, to_bytes
 from tierzero.checkpoint.metadata import metadata_bytes
+from tierzero.checkpoint.pace import Pace
 from tierzero.checkpoint.place import Place, named_full, next_sequence, prune, write_durably
 from tierzero.engine import Engine
 from tierzero.errors import TierzeroError
@@ -222,7 +223,8 @@ class Saving:
             file = open_block_file(str(path), io, limit=self._limit)
             try:
                 await asyncio.to_thread(file.preallocate, at)
-                writer = self._writer = Writer(file, lambda: self._waited_for > 0)
+                hurry = lambda: self._waited_for > 0
+                writer = self._writer = Writer(file, hurry, Pace(self._engine.metrics, hurry).after)
                 try:
                     await writer.write(first)
                     await writer.finish()
@@ -250,7 +252,7 @@ class Saving:
         """What lies on the drive, two units at a time if somebody waits: its queue does not run dry then."""
 
         async def one(unit: FrozenUnit) -> None:
-            await writer.write(sections[unit, False])
+            await writer.write(sections[unit, False], urgent=False)
             self._frozen.unit_done(unit)
 
         running: list[asyncio.Task[None]] = []

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tierzero.borrowed import Borrowed, FrozenRecord, Span
+from tierzero.checkpoint.by_region import ByRegion
 from tierzero.checkpoint.names import ignored, match
 from tierzero.checkpoint.safetensors import find_safetensors
 from tierzero.checkpoint.stored import OpenFiles, Stored
@@ -95,10 +96,20 @@ def load_weights(
         for unit, spans in borrowed:
             _borrow(unit, spans)
         left = {unit for unit, _ in borrowed if isinstance(unit.records["frozen"], FrozenRecord)}
+        rest = []
+        units: dict[Unit, dict[int, _Given]] = {}
         for entry in sorted(given.values(), key=lambda entry: _place(entry.stored)):
             found = unit_of(entry.target)
-            if found is None or found[0] not in left or found[0].layout.places[found[1]].region != "frozen":
-                _copy(entry, files)
+            if found is None:
+                rest.append(entry)
+            elif found[0] not in left or found[0].layout.places[found[1]].region != "frozen":
+                units.setdefault(found[0], {})[found[1]] = entry
+        with ByRegion() as whole:
+            for unit, entries in units.items():
+                done = whole.fill(unit, {index: entry.stored for index, entry in entries.items()})
+                rest += [entry for index, entry in entries.items() if index not in done]
+        for entry in rest:
+            _copy(entry, files)
         for unit, spans in borrowed:
             _note_origin(unit, spans)
     return Loaded(missing, unexpected)

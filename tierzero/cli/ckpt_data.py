@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from tierzero.checksum import Sums, checksum, combine
 from tierzero.stripes import Layout
 from tierzero.tiers.base import BlockFile, aligned_empty, open_block_file
 from tierzero.tiers.readonly import ReadOnlyFile
+
+_BLOCK = 4 << 20  # bytes at a time
+_THREADS = 4  # that read
 
 
 class DataFile:
@@ -20,6 +26,8 @@ class DataFile:
         self._one: ReadOnlyFile | None = None
         self._many: BlockFile | None = None
         self._engine: Any = None
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._own = threading.local()  # the memory of each thread
         if layout is None:
             self._one = ReadOnlyFile(paths[0])
             return
@@ -48,10 +56,28 @@ class DataFile:
             asyncio.run(self._many.read(offset, out))
         return out
 
+    def sums(self, offset: int, nbytes: int) -> Sums:
+        """The checksum of `nbytes` from `offset` on; of a single file, some blocks are read at a time."""
+        starts = range(0, nbytes, _BLOCK)
+        if self._one is None:
+            parts = ((at, self.read(offset + at, min(_BLOCK, nbytes - at))) for at in starts)
+            return combine(*(checksum(part, at // 4) for at, part in parts))
+        file = self._one
+
+        def one(at: int) -> Sums:
+            if not hasattr(self._own, "memory"):
+                self._own.memory = aligned_empty(_BLOCK)
+            part = self._own.memory[: min(_BLOCK, nbytes - at)]
+            file.read(offset + at, part)
+            return checksum(part, at // 4)
+
+        return combine(*self._pool.map(one, starts))
+
     def __enter__(self) -> DataFile:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._pool.shutdown()
         for one in (self._one, self._many, self._engine):
             if one is not None:
                 one.close()

@@ -20,7 +20,6 @@ from tierzero import manifest as manifests
 from tierzero import members
 from tierzero.borrowed import BorrowedFiles
 from tierzero.checkpoint.snapshot import BUFFERS, OWN
-from tierzero.checksum import Sums, checksum, combine
 from tierzero.cli.ckpt_data import DataFile
 from tierzero.cli.ckpt_entry import DAMAGED, Entry, StoredTensor
 from tierzero.directory import check_data_files, check_length, remove_data
@@ -33,7 +32,6 @@ from tierzero.state_format import StateFormat
 from tierzero.tiers.base import memory_of
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-_BLOCK = 8 << 20  # bytes read at a time
 
 
 class Stored(Entry):
@@ -95,11 +93,7 @@ class Stored(Entry):
             raise StoreCorruptError(self.problem)
         with DataFile(self.files, self.manifest.layout) as data:
             for name, (extent, expected) in self.snapshot.records.items():
-                total: Sums = (0, 0)
-                for at in range(0, extent.nbytes, _BLOCK):
-                    part = data.read(extent.offset + at, min(_BLOCK, extent.nbytes - at))
-                    total = combine(total, checksum(part, at // 4))
-                if total != expected:
+                if data.sums(extent.offset, extent.nbytes) != expected:
                     self._check_still_there()
                     raise StoreCorruptError(
                         f"{self._holds(name)} (the record {name!r}, {extent.nbytes} bytes at {extent.offset} of "

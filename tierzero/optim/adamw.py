@@ -212,22 +212,9 @@ class AdamW(TieredOptimizer):
     @torch.no_grad()
     def load(self, state_dict: dict[str, Any]) -> None:
         """Hyper-parameters, steps and moments, from a state dict of this class or of torch.optim.AdamW."""
-        saved, groups = state_dict["state"], state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                "the state dict has other parameter groups than this optimizer: build it over the same parameters in "
-                "the same groups"
-            )
-        if any(bool(group.get("amsgrad", False)) != self.format.amsgrad for group in groups):
-            raise ValueError("the state dict has another amsgrad= than this optimizer: build it with the same one")
-        merged = [
-            {key: other.get(key, value) for key, value in group.items() if key != "params"}
-            for group, other in zip(self.param_groups, groups, strict=True)
-        ]
-        for values in merged:
-            _check_group(values, self.format)
-        for group, values, other in zip(self.param_groups, merged, groups, strict=True):
-            group.update(values)
+        self.take(state_dict)
+        saved = state_dict["state"]
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], other["params"], strict=True):
                 if param not in self.state:
                     continue
@@ -243,6 +230,25 @@ class AdamW(TieredOptimizer):
                 self.state[param]["step"].fill_(step)
                 unit, index = home_of(param)
                 unit.steps[index] = step
+
+    def take(self, state_dict: dict[str, Any]) -> None:
+        """The hyper-parameters alone."""
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                "the state dict has other parameter groups than this optimizer: build it over the same parameters in "
+                "the same groups"
+            )
+        if any(bool(group.get("amsgrad", False)) != self.format.amsgrad for group in groups):
+            raise ValueError("the state dict has another amsgrad= than this optimizer: build it with the same one")
+        merged = [
+            {key: other.get(key, value) for key, value in group.items() if key != "params"}
+            for group, other in zip(self.param_groups, groups, strict=True)
+        ]
+        for values in merged:
+            _check_group(values, self.format)
+        for group, values in zip(self.param_groups, merged, strict=True):
+            group.update(values)
 
 
 class StateSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -107,11 +107,22 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Take hyper-parameters and states from a state dict of this class or of torch's own (same parameters in the
         same order).
         """
+        self._load(state_dict, self.load)
+
+    def load_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take hyper-parameters as a state dict's `param_groups` has them; the caller puts states and steps back."""
+        self._load({"state": {}, "param_groups": groups}, self.take)
+
+    def take(self, state_dict: dict[str, Any]) -> None:
+        """The hyper-parameters of a state dict; what becomes of the states, the caller sees to."""
+        self.load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self.load(state_dict)
+        load(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -14,9 +14,11 @@ import torch
 
 from tierzero.errors import StoreCorruptError
 from tierzero.layout import PAGE, round_up
+from tierzero.malloc import mapped
 from tierzero.tiers.base import aligned_empty, check_buffer, memory_of, settle
 
-BLOCK = 2 << 20  # bytes of one request
+BLOCK = 2 << 20  # bytes of one request that goes through a bounce buffer
+_SPARE = 4  # bounce buffers that are kept
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class ReadOnlyFile:
             os.close(self._fd)
             raise
         self.bytes_read = 0
+        self._spare: list[torch.Tensor] = []  # bounce buffers that no read uses: fresh memory costs as much as a copy
 
     @property
     def direct(self) -> bool:
@@ -105,12 +108,27 @@ class ReadOnlyFile:
 
     def read(self, offset: int, out: torch.Tensor) -> None:
         """Fill `out` (uint8[n], host) from byte `offset` on. EIO if the file ends before."""
-        nbytes = check_buffer(out)
+        nbytes, at = check_buffer(out), 0
         memory = memory_of(out)
-        bounce = aligned_empty(min(BLOCK, round_up(nbytes, PAGE) + PAGE)) if self.direct and nbytes else None
-        at = 0
+        if self.direct and offset % PAGE == 0 and out.data_ptr() % PAGE == 0:
+            while nbytes - at >= PAGE and at % PAGE == 0:
+                got = os.preadv(self._direct, [memory[at : nbytes // PAGE * PAGE]], offset + at)
+                self.bytes_read += got
+                if not got:
+                    break
+                at += got
+        bounce = self._bounce() if self.direct and at < nbytes else None
         while at < nbytes:
             at += self._some(offset + at, memory[at:], bounce)
+        if bounce is not None and len(self._spare) < _SPARE:
+            self._spare.append(bounce)
+
+    def _bounce(self) -> torch.Tensor:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            with mapped():
+                return aligned_empty(BLOCK + PAGE)
 
     def _some(self, offset: int, memory: memoryview, bounce: torch.Tensor | None) -> int:
         if bounce is None:
@@ -121,7 +139,7 @@ class ReadOnlyFile:
         else:
             head = offset % PAGE
             wanted = min(round_up(head + len(memory), PAGE), bounce.numel())
-            got = os.preadv(self._direct, [memory_of(bounce[:wanted])], offset - head)
+            got = os.preadv(self._direct, [memory_of(bounce)[:wanted]], offset - head)
             done = max(0, min(got - head, len(memory)))
             memory[:done] = memory_of(bounce)[head : head + done]
         self.bytes_read += got
@@ -157,6 +175,7 @@ class ReadOnlyFile:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct = -1
+        self._spare.clear()
 
     def __enter__(self) -> ReadOnlyFile:
         return self

@@ -1,0 +1,145 @@
+"""What save.py holds others against, and its cases that read: load and verify of a checkpoint, weights in and out.
+
+Each against the drive's own sequential read in the same run: as many bytes as the file has, by the native engine with a
+few requests in flight. What a load writes to the drive is not counted in its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turns import case, in_turns
+
+import tierzero as tz
+from tierzero.checkpoint.reader import Reader
+from tierzero.layout import round_up
+from tierzero.tiers.base import aligned_empty, open_block_file
+from tierzero.tiers.nvme import NativeEngine
+
+BUFFER, DEPTH = 4 << 20, 4  # bytes, and how many at a time, of what is sequential
+Sample = dict[str, float]
+
+
+def timed(nbytes: int, work: Callable[[], Any]) -> Sample:
+    """`work`, which is about so many bytes."""
+    start = time.perf_counter()
+    work()
+    return {"bytes": nbytes, "seconds": time.perf_counter() - start}
+
+
+def sequential_read(path: Path) -> Sample:
+    """Read a file from its beginning to its end."""
+    io = NativeEngine(depth=DEPTH)
+
+    async def read() -> int:
+        file = open_block_file(str(path), io)
+        nbytes = file.size() // BUFFER * BUFFER
+        buffers = [aligned_empty(BUFFER) for _ in range(DEPTH)]
+
+        async def lane(number: int) -> None:
+            for at in range(number * BUFFER, nbytes, DEPTH * BUFFER):
+                await file.read(at, buffers[number])
+
+        try:
+            await asyncio.gather(*map(lane, range(DEPTH)))
+        finally:
+            file.close()
+        return nbytes
+
+    start = time.perf_counter()
+    try:
+        nbytes = asyncio.run(read())
+        return {"bytes": nbytes, "seconds": time.perf_counter() - start}
+    finally:
+        io.close()
+
+
+def sequential(directory: str, nbytes: int, source: str | None = None) -> Sample:
+    """Write as much to a new file, in order, and make it durable; with `source`, what is read from that file."""
+    path, io = Path(directory) / "sequential", NativeEngine(depth=DEPTH)
+    nbytes = round_up(nbytes, BUFFER)
+
+    async def write() -> None:
+        lanes = DEPTH if source is None else 2 * DEPTH  # half of them read
+        buffers = [aligned_empty(BUFFER).fill_(7) for _ in range(lanes)]
+        file = open_block_file(str(path), io)
+        other = open_block_file(source, io) if source is not None else None
+        try:
+            file.preallocate(nbytes)
+
+            async def lane(number: int) -> None:
+                for at in range(number * BUFFER, nbytes, lanes * BUFFER):
+                    if other is not None:
+                        await other.read(at, buffers[number])
+                    await file.write(at, buffers[number])
+
+            await asyncio.gather(*map(lane, range(lanes)))
+            await file.sync()
+        finally:
+            file.close()
+            if other is not None:
+                other.close()
+
+    start = time.perf_counter()
+    try:
+        asyncio.run(write())
+        return {"bytes": nbytes, "seconds": time.perf_counter() - start}
+    finally:
+        io.close()
+        path.unlink()
+
+
+def copied(directory: str, nbytes: int) -> Sample:
+    """As `sequential`, the bytes from a file on the same drive."""
+    source = Path(directory) / "source"
+    if not source.exists():
+        with source.open("wb") as file:
+            for _ in range(0, nbytes, BUFFER):
+                file.write(b"\7" * BUFFER)
+    return sequential(directory, nbytes, str(source))
+
+
+def verified(path: Path) -> None:
+    """Every byte of a checkpoint against its checksum, as `tierzero ckpt verify`."""
+    with Reader(path) as reader:
+        for _ in reader.verify():
+            pass
+
+
+def exported(model: Any, path: Path) -> None:
+    """One export to a new file."""
+    tz.export(model, path)
+    path.unlink()
+
+
+def reads(
+    rounds: int, models: dict[str, tuple[Any, Any]], bare: dict[str, Any], directory: Path
+) -> list[dict[str, Any]]:
+    """`models`: (model, optimizer) by where their states are; `bare`: models without, by where their parameters are."""
+    saved, weights = directory / "read", directory / "weights.safetensors"
+    model, optimizer = next(iter(models.values()))
+    tz.save(model, saved, optimizer, wait=True)
+    tz.export(model, weights)
+    data = max(saved.iterdir(), key=lambda file: file.stat().st_size)
+    size, small = data.stat().st_size, weights.stat().st_size
+    measures: dict[str, Callable[[], Sample]] = {
+        "sequential read": partial(sequential_read, data),
+        "verify": partial(timed, size, partial(verified, saved)),
+    }
+    for name, (model, optimizer) in models.items():
+        measures[f"load, {name}"] = partial(timed, size, partial(tz.load, model, saved, optimizer))
+    for name, model in bare.items():
+        measures[f"load of weights, {name}"] = partial(timed, small, partial(tz.load, model, weights))
+        measures[f"export, {name}"] = partial(timed, small, partial(exported, model, directory / "new.safetensors"))
+    samples = in_turns(measures, rounds, lambda sample: f"{sample['bytes'] / sample['seconds'] / 1e9:.2f} GB/s")
+    rates = {name: [one["bytes"] / one["seconds"] / 1e9 for one in many] for name, many in samples.items()}
+    shutil.rmtree(saved)
+    weights.unlink()
+    other = rates.pop("sequential read")
+    return [case(name, own, other, None, unit="GB/s", bytes=samples[name][0]["bytes"]) for name, own in rates.items()]

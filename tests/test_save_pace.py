@@ -1,0 +1,78 @@
+"""How a save finds its pace: what it does about training that waits for the drive, on a clock that the test sets."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from models import Net
+from oracle import batches, loss_of, make, tiered, tiers_for
+
+import tierzero as tz
+from tierzero.checkpoint.pace import SHARE, Pace
+from tierzero.metrics import DriveTotals, Metrics
+
+
+class Beside:
+    """Training whose waits and whose drive's busy seconds are told."""
+
+    def __init__(self) -> None:
+        self.now, self.busy, self.waiting = 100.0, 0.0, 0
+        self.metrics = Metrics()
+        self.metrics.drives = lambda: DriveTotals(read_ns=int(self.busy * 1e9))
+        self.pace = Pace(self.metrics, lambda: bool(self.waiting), now=lambda: self.now)
+
+    def window(self, *, waits: float, busy: float) -> float:
+        """A second in which training waits and its drive is busy for these shares; the rest after it."""
+        self.now += 1.0
+        self.metrics.add("stall_update_s", waits)
+        self.busy += busy
+        self.pace.judge()
+        return self.pace.rest
+
+
+def test_the_drive_is_the_bottleneck() -> None:
+    """It rests more and more, to a bound, and goes back to full speed when training waits no more."""
+    beside = Beside()
+    rests = [beside.window(waits=0.6, busy=0.9) for _ in range(8)]
+    assert rests == sorted(rests)
+    assert rests[0] >= 1
+    assert rests[-1] == rests[-2] == pytest.approx((1 - SHARE) / SHARE)
+    back = [beside.window(waits=0.0, busy=0.9) for _ in range(12)]
+    assert back == sorted(back, reverse=True)
+    assert back[-1] == 0
+
+
+@pytest.mark.parametrize(("waits", "busy"), [(0.0, 1.0), (0.01, 1.0), (0.9, 0.1)])
+def test_what_is_no_business_of_a_save(waits: float, busy: float) -> None:
+    """A busy drive that nobody waits for, and waits for something else."""
+    beside = Beside()
+    assert [beside.window(waits=waits, busy=busy) for _ in range(4)] == [0.0] * 4
+
+
+def test_somebody_waits_for_the_save() -> None:
+    """Then it does not rest, however long it should have."""
+    beside = Beside()
+    for _ in range(8):
+        beside.window(waits=1.0, busy=1.0)
+    beside.waiting = 1
+    asyncio.run(beside.pace.after(1e9, 1))
+
+
+def test_beside_training(tmp_path: Path) -> None:
+    """A save that rests while steps are taken is whole, and waiting for it ends the rest."""
+    model = make(Net)
+    with tiered(model, tiers_for(model, "nvme", tmp_path / "store")) as run:
+        for ids in batches(2):
+            loss_of(model, ids).backward()
+            run.step()
+            run.zero_grad()
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        saving = tz.save(model, tmp_path / "save", run.optimizer)
+        for ids in batches(3, seed=1):
+            loss_of(model, ids).backward()
+            run.step()
+            run.zero_grad()
+        tz.load(model, saving.result(), run.optimizer)
+        assert all((model.state_dict()[name].clone() == value).all() for name, value in expected.items())

@@ -1,0 +1,66 @@
+"""How fast a save goes on beside training: as fast as the drive lets it, until training waits for the drive.
+
+Note [pace]
+What a save reads and writes costs training nothing while the drive has time left, and its whole time where the drive is
+what a step waits for. The two are told apart by what is counted anyway: how long the training thread waited for
+fetches, updates and gradients, and how long the drive was busy for it. While it waits for a busy drive, the save rests
+after each buffer, twice as long as before in each window of time, until it takes only SHARE of the drive's time; while
+it does not, half as long. What a buffer costs is the least that one has taken: the rest of its time it stood in line.
+Whoever waits for the save ends that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from tierzero.metrics import Metrics
+
+SHARE = 0.04  # of the drive's time that a save takes at least
+_MOST = (1 - SHARE) / SHARE  # seconds of rest for one of I/O
+_WINDOW = 0.25  # seconds
+_WAITS = 0.02  # of the time that training waits: less is no bottleneck
+_BUSY = 0.5  # of the time that the drive is busy for training
+_SLICE = 0.05  # seconds after which a rest looks whether somebody waits
+
+
+class Pace:
+    """The pace of one save beside the training that `metrics` count. `hurry()`: whether somebody waits for the save."""
+
+    def __init__(self, metrics: Metrics, hurry: Callable[[], bool], now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self.metrics = metrics
+        self.hurry = hurry
+        last = metrics.last_step
+        waited = sum(last.parts_s[part] for part in ("fetch", "update", "gradient")) if last is not None else 0.0
+        # what it has not begun to disturb waits for the drive already, or for what is no business of a save
+        self.rest = _MOST if last is not None and waited > _WAITS * last.wall_s else 0.0
+        self._least = math.inf  # seconds for a byte
+        self._then = self._look()
+
+    def _look(self) -> tuple[float, float, float]:
+        """(now, seconds that training has waited, seconds that the drive was busy for it)."""
+        drives, metrics = self.metrics.drives(), self.metrics
+        waited = metrics.stall_fetch_s + metrics.stall_update_s + metrics.stall_grad_s
+        return self._now(), waited, (drives.read_ns + drives.write_ns) / 1e9
+
+    def judge(self) -> None:
+        """Look at what has happened since the last look, a window ago."""
+        now, waited, busy = self._look()
+        seconds = now - self._then[0]
+        if seconds < _WINDOW:
+            return
+        disturbed = waited - self._then[1] > _WAITS * seconds and busy - self._then[2] > _BUSY * seconds
+        self._then = now, waited, busy
+        self.rest = min(max(2 * self.rest, 1.0), _MOST) if disturbed else self.rest / 2 if self.rest > 0.1 else 0.0
+
+    async def after(self, seconds: float, nbytes: int) -> None:
+        """Rest after `seconds` in which `nbytes` were read and written, as long as training needs the drive."""
+        self.judge()
+        self._least = min(self._least, seconds / nbytes)
+        until = self._now() + self.rest * self._least * nbytes
+        while (left := until - self._now()) > 0 and not self.hurry():
+            await asyncio.sleep(min(left, _SLICE))
+            self.judge()
