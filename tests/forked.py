@@ -4,6 +4,7 @@ each. Signals, exit codes and output are those of any process.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -73,6 +74,7 @@ def _begin(
     environment: dict[str, str],
 ) -> None:
     """In the process: takes on what the caller has, then works."""
+    gc.freeze()  # collections leave out what the server has loaded
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
