@@ -39,12 +39,12 @@ def sequential_read(path: Path) -> Sample:
 
     async def read() -> int:
         file = open_block_file(str(path), io)
-        nbytes = file.size() // BUFFER * BUFFER
+        nbytes = file.size() // 4096 * 4096
         buffers = [aligned_empty(BUFFER) for _ in range(DEPTH)]
 
         async def lane(number: int) -> None:
             for at in range(number * BUFFER, nbytes, DEPTH * BUFFER):
-                await file.read(at, buffers[number])
+                await file.read(at, buffers[number][: min(BUFFER, nbytes - at)])
 
         try:
             await asyncio.gather(*map(lane, range(DEPTH)))
