@@ -35,7 +35,7 @@ from timeline import draw
 from turns import case, cpu, head, in_turns, load, row, say, summary
 
 import tierzero as tz
-from tierzero.observe import recording
+from tierzero.monitoring.observe import recording
 
 LEVELS = {"compute-bound": 2.0, "balanced": 1.0, "I/O-bound": 0.4}  # compute / streamed step
 BATCHES = {"compute-bound": (4, 256), "balanced": (2, 128), "I/O-bound": (1, 32)}  # of the real compute

@@ -3,8 +3,8 @@
 Each setting is a size of the model, budgets, a limit on the drive and a kind of steps. The compute waits instead of
 multiplying (overlap_loops.py), so that the CPU is free as beside a GPU; what little it does compute is timed in the
 plain loop. Links are measured here and now: the drive by a short run of `tierzero bench nvme`, memory and the
-optimizer's arithmetic by tierzero.measure. Bytes and peaks are the engine's own counters. At the end every loss is
-compared with that of the plain loop, bit by bit.
+optimizer's arithmetic by tierzero.hardware.measure. Bytes and peaks are the engine's own counters. At the end every
+loss is compared with that of the plain loop, bit by bit.
 
     python benchmarks/plan.py [--json] [--nvme DIR] [--rounds 3] [--steps 3] [--small]
 """
@@ -29,9 +29,9 @@ from turns import case, head, load, row, say
 import tierzero as tz
 from tierzero.api import engine_of
 from tierzero.bench.nvme import measure
-from tierzero.machine import Machine
-from tierzero.measure import adam_rate, copy_rate, drive_rates, norm_rate
-from tierzero.planned import Plan
+from tierzero.hardware.machine import Machine
+from tierzero.hardware.measure import adam_rate, copy_rate, drive_rates, norm_rate
+from tierzero.planning.planned import Plan
 from tierzero.sim.model import Rates
 
 NEVER = 1e9  # a limit of the norm

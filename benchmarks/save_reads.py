@@ -18,9 +18,9 @@ from turns import case, in_turns
 
 import tierzero as tz
 from tierzero.checkpoint.reader import Reader
-from tierzero.layout import round_up
 from tierzero.tiers.base import aligned_empty, open_block_file
 from tierzero.tiers.nvme import NativeEngine
+from tierzero.units.layout import round_up
 
 BUFFER, DEPTH = 4 << 20, 4  # bytes, and how many at a time, of what is sequential
 Sample = dict[str, float]

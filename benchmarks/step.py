@@ -31,12 +31,12 @@ from turns import case, cpu, head, in_turns, load, row, say, summary
 
 from tierzero.bench.stream import Buffers, Setting
 from tierzero.bench.stream import run as run_mixed
-from tierzero.layout import CHUNK_ALIGN, CHUNK_MAX, SLOT_BYTES, STATE_BYTES, round_up
 from tierzero.native import NATIVE
 from tierzero.optim.streamed import Hyper
-from tierzero.placement import BUFFERS
+from tierzero.paging.waiting import WIDTH
+from tierzero.planning.placement import BUFFERS
 from tierzero.tiers.host import HostArena
-from tierzero.waiting import WIDTH
+from tierzero.units.layout import CHUNK_ALIGN, CHUNK_MAX, SLOT_BYTES, STATE_BYTES, round_up
 
 SLOTS = BUFFERS[0][0]
 TARGET = 1.05

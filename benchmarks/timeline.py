@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierzero.timeline import TRAINING, Recorder, Span
+from tierzero.monitoring.timeline import TRAINING, Recorder, Span
 
 SHADES = " .:-=+*#%@"
 COMPUTE = {"forward": "F", "recompute": "R", "backward": "B"}

@@ -116,13 +116,22 @@ def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]
 @pytest.fixture
 def small_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Move activations however small they are, and let few of them wait."""
-    monkeypatch.setattr("tierzero.activations.LEAST", 1)
-    monkeypatch.setattr("tierzero.activations.IN_FLIGHT", 4096)
+    monkeypatch.setattr("tierzero.activations.activations.LEAST", 1)
+    monkeypatch.setattr("tierzero.activations.activations.IN_FLIGHT", 4096)
 
 
 # where the modules keep their reference to the extension
 _HOMES = (
-    *("checkpoint.saving", "checksum", "engine", "planner", "records", "refit", "tiers.host", "tiers.nvme"),
+    *(
+        "checkpoint.saving",
+        "storage.checksum",
+        "engine",
+        "planning.planner",
+        "units.records",
+        "units.refit",
+        "tiers.host",
+        "tiers.nvme",
+    ),
     *("optim.adamw", "optim.norms"),
 )
 

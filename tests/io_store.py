@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tierzero import _native
-from tierzero.store import Store
+from tierzero.storage.store import Store
 from tierzero.tiers.nvme import NativeEngine
 
 KINDS = {"uring": ("uring", True), "pool": ("pool", True), "buffered": ("auto", False)}  # kind, direct

@@ -120,7 +120,7 @@ class Tiered:
 
     def check_pools(self) -> None:
         """Nothing is on the device but the bytes of resident units, nothing is in use, and the budget was kept."""
-        from tierzero.states import State
+        from tierzero.paging.states import State
 
         engine = self.engine
         engine.run(_arrived(engine.units))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tierzero.store import Store
+from tierzero.storage.store import Store
 from tierzero.tiers.base import BlockFile, open_block_file
 from tierzero.tiers.faulty import Fault, FaultyFile
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import same
 
-from tierzero.activation_pool import ActivationPool
-from tierzero.activations import Activations, Moved
-from tierzero.loop import LoopThread
-from tierzero.metrics import Metrics
-from tierzero.saved import Kept
-from tierzero.spill import SpillFile
-from tierzero.store import Store
+from tierzero.activations.activation_pool import ActivationPool
+from tierzero.activations.activations import Activations, Moved
+from tierzero.autograd.saved import Kept
+from tierzero.monitoring.metrics import Metrics
+from tierzero.paging.loop import LoopThread
+from tierzero.paging.transfer import make_transfer
+from tierzero.storage.spill import SpillFile
+from tierzero.storage.store import Store
 from tierzero.tiers.host import HostArena
-from tierzero.transfer import make_transfer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 def a_pool(directory: Path | None, pages: int) -> Iterator[tuple[Activations, Metrics]]:
     """Activations with a pool of `pages`, over a drive or not; all of them may move."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tierzero.activations.LEAST", 1)
-        patch.setattr("tierzero.activations.IN_FLIGHT", 2 * PAGE)
+        patch.setattr("tierzero.activations.activations.LEAST", 1)
+        patch.setattr("tierzero.activations.activations.IN_FLIGHT", 2 * PAGE)
         loop, metrics = LoopThread(), Metrics()
         arena = HostArena(pages * PAGE)
         store = None if directory is None else Store(directory / f"pool of {pages}")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cli_process import CODE, default_signals, python_path, tierzero
 
-from tierzero import profiles
+from tierzero.hardware import profiles
 from tierzero.native import NATIVE
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="it measures the native engine")

@@ -16,8 +16,8 @@ from oracle import HYPER, Plain, Tiered, assert_same, batches, loss_of, make, sa
 from safetensors.torch import save_file
 
 import tierzero as tz
-from tierzero.borrowed import FrozenRecord
 from tierzero.checkpoint.weights import load_weights
+from tierzero.units.borrowed import FrozenRecord
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 DTYPE = torch.bfloat16

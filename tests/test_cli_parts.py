@@ -23,9 +23,9 @@ from tierzero.cli.report import Meter, StepReport, clipped_norm
 from tierzero.cli.runlog import RunLog, read_metrics
 from tierzero.cli.spelling import did_you_mean
 from tierzero.cli.stopping import StopSignal
-from tierzero.clock import PARTS
 from tierzero.errors import ConfigError
-from tierzero.step_stats import LINKS, Mark, between
+from tierzero.monitoring.clock import PARTS
+from tierzero.monitoring.step_stats import LINKS, Mark, between
 
 
 def report(step: int = 3, loss: float = 2.5) -> StepReport:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tierzero.cli.main import app
 from tierzero.cli.plan import count
 from tierzero.errors import ConfigError
-from tierzero.machine import GPUS, parse_drives, preset, together
+from tierzero.hardware.machine import GPUS, parse_drives, preset, together
 from tierzero.sim.links import DriveRates
 
 SEVENTY = ["--params", "70e9", "--layers", "80", "--hidden", "8192"]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierzero import clock, metrics
-from tierzero.clock import COMPUTE, D2H, ENGINE, FETCH, GRADIENT, PARTS, SAVE, Busy, Clock
-from tierzero.metrics import DriveTotals, Metrics
+from tierzero.monitoring import clock, metrics
+from tierzero.monitoring.clock import COMPUTE, D2H, ENGINE, FETCH, GRADIENT, PARTS, SAVE, Busy, Clock
+from tierzero.monitoring.metrics import DriveTotals, Metrics
 
 
 class Hand:

@@ -13,7 +13,7 @@ from fake_root import Tree
 
 from tierzero.doctor import direct, filesystems, libraries, limits, machine, native, paths
 from tierzero.doctor.finding import Finding
-from tierzero.drives import Drive, Mount, drive_of
+from tierzero.hardware.drives import Drive, Mount, drive_of
 
 GIB = 1 << 30
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fake_root import Tree
 
-from tierzero import cgroup
-from tierzero.drives import Disk, drive_of, existing_parent, mount_of, mounts, unescape
+from tierzero.hardware import cgroup
+from tierzero.hardware.drives import Disk, drive_of, existing_parent, mount_of, mounts, unescape
 
 GIB = 1 << 30
 

@@ -19,8 +19,8 @@ from tierzero.api import engine_of
 from tierzero.cli.config import load
 from tierzero.cli.memory import disk_bytes
 from tierzero.cli.summary import rows
-from tierzero.endurance import DAY, days_left, per_day, steps_left
 from tierzero.errors import ConfigError
+from tierzero.hardware.endurance import DAY, days_left, per_day, steps_left
 from tierzero.native import NATIVE
 from tierzero.sizes import format_decimal, parse_size
 

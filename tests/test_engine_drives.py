@@ -12,7 +12,7 @@ import torch
 from oracle import HYPER, Plain, Tiered, assert_same, make, tiered, tiers_for, train_both
 
 import tierzero as tz
-import tierzero.store
+import tierzero.storage.store
 from tierzero.api import engine_of
 from tierzero.errors import ConfigError, StoreError
 from tierzero.native import NATIVE
@@ -37,8 +37,8 @@ def over(model: torch.nn.Module, where: list[Path], placement: str = "nvme") -> 
 def test_the_bits_of_plain_training(
     tmp_path: Path, dtype: torch.dtype, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tierzero.store, "_weights", lambda directories: [2, 1, 3])
-    monkeypatch.setattr("tierzero.members.STRIPE", 4096)  # so that these small records lie on all drives
+    monkeypatch.setattr(tierzero.storage.store, "_weights", lambda directories: [2, 1, 3])
+    monkeypatch.setattr("tierzero.storage.members.STRIPE", 4096)  # so that these small records lie on all drives
     where = [tmp_path / f"drive{index}" for index in range(3)]
     plain = Plain(make(models.Net, dtype))
     model = make(models.Net, dtype)
@@ -84,7 +84,7 @@ def test_directories_that_cannot_be(tmp_path: Path) -> None:
 
 def test_measured_drives_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile says how the engine runs and, for drives that differ, how the store is striped."""
-    from tierzero import profiles
+    from tierzero.hardware import profiles
 
     monkeypatch.setenv("TIERZERO_PROFILES", str(tmp_path / "profiles"))
     where = [tmp_path / "one", tmp_path / "two"]
@@ -104,8 +104,8 @@ def test_measured_drives_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_several_profiles_are_put_together() -> None:
-    from tierzero import profiles
-    from tierzero.tuning import engine_options, weights_of
+    from tierzero.hardware import profiles
+    from tierzero.hardware.tuning import engine_options, weights_of
 
     rates = {"read": 1.0, "write": 1.0, "sustained_write": 1.0}
 
@@ -125,8 +125,8 @@ def test_several_profiles_are_put_together() -> None:
 def test_memory_comes_from_the_drives_own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from tierzero import drives
-    from tierzero.tuning import numa_node
+    from tierzero.hardware import drives
+    from tierzero.hardware.tuning import numa_node
 
     assert numa_node([]) == -1
     assert numa_node([tmp_path]) >= -1

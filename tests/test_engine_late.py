@@ -17,8 +17,8 @@ from oracle import Plain, assert_same, make, tiered, tiers_for, train_both
 import tierzero as tz
 from tierzero import engine
 from tierzero.native import NATIVE
-from tierzero.transfer import Transfer
-from tierzero.unit import Unit
+from tierzero.paging.transfer import Transfer
+from tierzero.units.unit import Unit
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "no_leaks"),

@@ -20,8 +20,8 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.api import engine_of
-from tierzero.pins import Pin
-from tierzero.states import State
+from tierzero.paging.pins import Pin
+from tierzero.paging.states import State
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 

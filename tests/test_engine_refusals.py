@@ -15,7 +15,7 @@ from pairs import backward_both, pair
 from torch import nn
 
 import tierzero as tz
-from tierzero import replaced
+from tierzero.model import replaced
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 

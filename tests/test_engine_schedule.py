@@ -16,7 +16,7 @@ from oracle import Plain, Tiered, _arrived, assert_same, batches, loss_of, make,
 from torch import nn
 
 import tierzero as tz
-from tierzero.states import State
+from tierzero.paging.states import State
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 

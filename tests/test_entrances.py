@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tierzero as tz
-from tierzero.entrances import entrances
+from tierzero.autograd.entrances import entrances
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 

@@ -13,7 +13,7 @@ import torch
 from oracle import make, tiered, tiers_for
 
 import tierzero as tz
-from tierzero.hugepages import advice, resident
+from tierzero.hardware.hugepages import advice, resident
 from tierzero.native import NATIVE
 from tierzero.tiers.host import HostArena
 

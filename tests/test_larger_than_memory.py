@@ -21,7 +21,7 @@ import torch
 from oracle import Plain, same
 from safetensors.torch import load_file
 
-from tierzero.cgroup import groups
+from tierzero.hardware.cgroup import groups
 
 MIB = 1 << 20
 GROUP_LIMIT = 512 * MIB

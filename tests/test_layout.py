@@ -12,10 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierzero import placement as placements
 from tierzero.errors import BudgetError
-from tierzero.fit import Fit, fit
-from tierzero.layout import (
+from tierzero.planning import placement as placements
+from tierzero.planning.placement import IO_BYTES, MIN_SLOTS, UnitSize, device_needs
+from tierzero.units.fit import Fit, fit
+from tierzero.units.layout import (
     CHUNK_ALIGN,
     CHUNK_MAX,
     PAGE,
@@ -29,8 +30,7 @@ from tierzero.layout import (
     state_pieces,
     unit_layout,
 )
-from tierzero.placement import IO_BYTES, MIN_SLOTS, UnitSize, device_needs
-from tierzero.state_format import PLAIN, StateFormat
+from tierzero.units.state_format import PLAIN, StateFormat
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "int64": 8, "float64": 8, "uint8": 1}
 shapes = st.one_of(

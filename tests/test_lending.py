@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tierzero as tz
-from tierzero.homes import Homes
+from tierzero.units.homes import Homes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 

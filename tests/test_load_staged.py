@@ -18,7 +18,7 @@ import tierzero as tz
 from tierzero.checkpoint.index import read_index
 from tierzero.checkpoint.reader import Parts, Reader
 from tierzero.checkpoint.verify import BLOCK
-from tierzero.store import Store
+from tierzero.storage.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 DATA = "__0_0.distcp"

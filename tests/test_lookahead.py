@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierzero.lookahead import Lookahead
-from tierzero.schedule import FAR, Fetch, Trace, choose_victims, prefetch_order
-from tierzero.waiting import Waiting
+from tierzero.paging.lookahead import Lookahead
+from tierzero.paging.schedule import FAR, Fetch, Trace, choose_victims, prefetch_order
+from tierzero.paging.waiting import Waiting
 
 UNITS = 12
 STEPS = st.lists(st.integers(0, UNITS - 1), min_size=1, max_size=24)

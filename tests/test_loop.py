@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tierzero.errors import TierzeroError
-from tierzero.loop import LoopThread
+from tierzero.paging.loop import LoopThread
 
 
 class Alarm(Exception):

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from tierzero import malloc
+from tierzero.paging import malloc
 
 pytestmark = pytest.mark.skipif(malloc._LIBC is None, reason="not glibc, or tuned by the environment")
 
 COMMON = """
 import ctypes
 import torch
-from tierzero.malloc import advise_huge, keep_freed, mapped
+from tierzero.paging.malloc import advise_huge, keep_freed, mapped
 
 def is_mapped(address):
     with open("/proc/self/maps") as maps:

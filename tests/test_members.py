@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tierzero import manifest as manifests
-from tierzero import members
-from tierzero.directory import check_apart, reclaim_directories, survey
 from tierzero.errors import StoreCorruptError, StoreError
-from tierzero.manifest import Manifest, Snapshot
-from tierzero.stripes import Layout
+from tierzero.storage import manifest as manifests
+from tierzero.storage import members
+from tierzero.storage.directory import check_apart, reclaim_directories, survey
+from tierzero.storage.manifest import Manifest, Snapshot
+from tierzero.storage.stripes import Layout
 
 
 def directories(tmp_path: Path, count: int = 3, prefix: str = "drive") -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tierzero as tz
-from tierzero.rows import Arguments, Results, sizes_of
+from tierzero.autograd.rows import Arguments, Results, sizes_of
 
 usual = pytest.mark.usefixtures("one_thread", "no_leaks")
 

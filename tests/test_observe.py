@@ -16,8 +16,8 @@ from test_timeline import crossing
 from torch.profiler import ProfilerActivity, profile
 
 import tierzero as tz
-from tierzero.clock import PARTS
 from tierzero.errors import ConfigError, TierzeroError
+from tierzero.monitoring.clock import PARTS
 from tierzero.native import NATIVE
 
 pytestmark = pytest.mark.usefixtures("profiler", "one_thread", "no_leaks")

@@ -286,7 +286,7 @@ def test_a_drive_without_room_for_two_versions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Said once, at construction; updates wait for their step, and all is exact."""
-    from tierzero.store import Store
+    from tierzero.storage.store import Store
 
     reserve = Store.reserve
     asked: list[int] = []

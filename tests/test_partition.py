@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import DIM, Block, Net
 from torch import nn
 
-from tierzero.partition import Part, partition
+from tierzero.units.partition import Part, partition
 
 
 def names(parts: list[Part]) -> list[str]:

@@ -12,7 +12,7 @@ import tierzero as tz
 from tierzero.api import engine_of
 from tierzero.cli.decoder import DecoderConfig, build_decoder, init_decoder
 from tierzero.native import NATIVE
-from tierzero.planned import Plan
+from tierzero.planning.planned import Plan
 
 SHAPE = DecoderConfig(hidden=128, layers=6, heads=4, vocab=512)
 STEPS = 3

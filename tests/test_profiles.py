@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tierzero import profiles
 from tierzero.doctor import paths
-from tierzero.drives import drive_of
-from tierzero.profiles import Profile
+from tierzero.hardware import profiles
+from tierzero.hardware.drives import drive_of
+from tierzero.hardware.profiles import Profile
 
 
 @pytest.fixture(autouse=True)

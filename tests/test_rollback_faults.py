@@ -24,8 +24,8 @@ from test_unchanged import Drive
 
 import tierzero as tz
 from tierzero.checkpoint.frozen import freeze
+from tierzero.paging.updates import Update
 from tierzero.tiers.faulty import Fault
-from tierzero.updates import Update
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 

@@ -20,7 +20,7 @@ from oracle import Tiered, make, same, tiered
 from saves import saved_once, weights
 
 import tierzero as tz
-from tierzero.checksum import checksum, to_hex
+from tierzero.storage.checksum import checksum, to_hex
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 

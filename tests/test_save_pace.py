@@ -11,7 +11,7 @@ from oracle import batches, loss_of, make, tiered, tiers_for
 
 import tierzero as tz
 from tierzero.checkpoint.pace import SHARE, Pace
-from tierzero.metrics import DriveTotals, Metrics
+from tierzero.monitoring.metrics import DriveTotals, Metrics
 
 
 class Beside:

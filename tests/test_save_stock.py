@@ -26,7 +26,7 @@ import tierzero as tz
 from tierzero.checkpoint.boxes import boxes
 from tierzero.checkpoint.container import LARGE, frame
 from tierzero.checkpoint.reader import Reader
-from tierzero.layout import PAGE
+from tierzero.units.layout import PAGE
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierzero.schedule import FAR, Trace, choose_victims, prefetch_order
+from tierzero.paging.schedule import FAR, Trace, choose_victims, prefetch_order
 
 
 @lru_cache(None)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierzero.planning.simulate import Run, simulate
 from tierzero.sim.clock import Clock, Signal
 from tierzero.sim.links import Drive, DriveRates, LimitedDrive, Pipe, open_drive
 from tierzero.sim.model import Rates, Setup, SimUnit, uses_of
 from tierzero.sim.stepper import Job, Stepper
-from tierzero.simulate import Run, simulate
 
 ENDLESS = 1e18
 FREE = Rates(ENDLESS, ENDLESS, ENDLESS, ENDLESS, overhead=0.0, latency=0.0)

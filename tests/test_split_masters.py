@@ -13,7 +13,7 @@ from test_state_formats import BF16, FORMATS, assert_equal, contents, tiers, tra
 
 import tierzero as tz
 from tierzero.native import NATIVE
-from tierzero.records import HostRecord
+from tierzero.units.records import HostRecord
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "no_leaks"),

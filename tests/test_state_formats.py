@@ -15,9 +15,9 @@ from test_overlap import tiers_of
 from torch import nn
 
 import tierzero as tz
-from tierzero.layout import CHUNK_MAX
 from tierzero.native import NATIVE
-from tierzero.state_format import StateFormat, choose_format
+from tierzero.units.layout import CHUNK_MAX
+from tierzero.units.state_format import StateFormat, choose_format
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "no_leaks"),

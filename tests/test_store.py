@@ -12,11 +12,11 @@ import pytest
 import torch
 from stores import committed, faulty, read, some
 
-from tierzero import blocks
-from tierzero.checksum import checksum
 from tierzero.errors import StoreCorruptError, StoreError
 from tierzero.native import NATIVE
-from tierzero.store import Store
+from tierzero.storage import blocks
+from tierzero.storage.checksum import checksum
+from tierzero.storage.store import Store
 from tierzero.tiers.faulty import Fault
 
 KINDS = ["portable", pytest.param("native", marks=pytest.mark.skipif(NATIVE is None, reason="no native extension"))]

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierzero import checksum as module
-from tierzero.checksum import checksum, combine, from_hex, to_hex
 from tierzero.native import NATIVE
+from tierzero.storage import checksum as module
+from tierzero.storage.checksum import checksum, combine, from_hex, to_hex
 
 M = 1 << 64
 

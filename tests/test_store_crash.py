@@ -19,13 +19,13 @@ import torch
 
 from tierzero.errors import StoreError
 from tierzero.native import NATIVE
-from tierzero.store import Store
+from tierzero.storage.store import Store
 
 RECORDS = 6
 CHILD = """
 import asyncio, sys, torch
 from tierzero.native import NATIVE
-from tierzero.store import Store
+from tierzero.storage.store import Store
 
 def record(index, step):
     return torch.full((50_000 + index,), (7 * index + step) % 251, dtype=torch.uint8)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from stores import committed, contents, crash, faulty, read, some
 
-from tierzero import manifest as manifests
 from tierzero.errors import StoreBusyError, StoreCorruptError, StoreError
 from tierzero.native import NATIVE
-from tierzero.store import Store
+from tierzero.storage import manifest as manifests
+from tierzero.storage.store import Store
 from tierzero.tiers.faulty import Fault
 
 
@@ -204,7 +204,7 @@ def test_a_second_store_in_this_process(tmp_path: Path) -> None:
 HOLD = """
 import os, sys
 from tierzero.native import NATIVE
-from tierzero.store import Store
+from tierzero.storage.store import Store
 store = Store(sys.argv[1])
 child = os.fork() if sys.argv[2:] == ["fork"] else 0
 if sys.argv[2:] != ["fork"] or child:
@@ -316,7 +316,7 @@ def test_the_file_grows_by_whole_pages_whatever_its_size(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An eighth of the file, the growth step, is not a whole number of pages for most sizes."""
-    monkeypatch.setattr("tierzero.space._STEP_MIN", 1)
+    monkeypatch.setattr("tierzero.storage.space._STEP_MIN", 1)
     store = Store(tmp_path / "s")
     taken = [store.allocate(size, f"r{index}") for index in range(60)]
     assert store.space.capacity % 4096 == 0

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tierzero.errors import StoreError
-from tierzero.extents import Extent
 from tierzero.native import NATIVE
-from tierzero.store import Store
+from tierzero.storage.extents import Extent
+from tierzero.storage.store import Store
 from tierzero.tiers.base import BlockFile, open_block_file
 from tierzero.tiers.faulty import Fault, FaultyFile
 
@@ -209,8 +209,8 @@ class StripedStoreMachine(NativeStoreMachine):
 
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("tierzero.members.STRIPE", 4096)
-        self.patch.setattr("tierzero.store._weights", lambda directories: [3, 1, 2])
+        self.patch.setattr("tierzero.storage.members.STRIPE", 4096)
+        self.patch.setattr("tierzero.storage.store._weights", lambda directories: [3, 1, 2])
         super().__init__()
 
     def open(self, resume: str | bool) -> None:

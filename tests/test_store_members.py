@@ -14,10 +14,10 @@ import pytest
 import torch
 from stores import contents, crash
 
-import tierzero.store
+import tierzero.storage.store
 from tierzero.errors import StoreBusyError, StoreCorruptError, StoreError
 from tierzero.native import NATIVE
-from tierzero.store import Store
+from tierzero.storage.store import Store
 from tierzero.tiers.faulty import Fault, FaultyFile
 
 needs_native = pytest.mark.skipif(NATIVE is None, reason="stripes need the native extension")
@@ -42,7 +42,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Say how fast the drives are."""
 
     def choose(*values: int) -> None:
-        monkeypatch.setattr(tierzero.store, "_weights", lambda directories: list(values))
+        monkeypatch.setattr(tierzero.storage.store, "_weights", lambda directories: list(values))
 
     return choose
 
@@ -244,7 +244,7 @@ def test_a_failing_commit_keeps_the_one_before(tmp_path: Path, engine: Any) -> N
     plan: list[Fault] = []
 
     def opener(paths: Any, engine: Any, **options: Any) -> Any:
-        return FaultyFile(tierzero.store.open_block_file(paths, engine, **options), plan)
+        return FaultyFile(tierzero.storage.store.open_block_file(paths, engine, **options), plan)
 
     store = Store(where, engine=engine, resume=True, opener=opener)
     asyncio.run(store.put("a", some(9 * STRIPE, 9)))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from test_store_members import check, committed, drives, needs_native
 
-from tierzero.store import Store
+from tierzero.storage.store import Store
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_one_full_drive_is_named(tmp_path: Path, small_drive: Path, engine: Any,
 CHILD = """
 import asyncio, sys, torch
 from tierzero.errors import StoreError
-from tierzero.store import Store
+from tierzero.storage.store import Store
 from tierzero.tiers.nvme import NativeEngine
 
 async def main():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierzero.stripes import WEIGHTS_MAX, room, shortest, stripe_weights
+from tierzero.storage.stripes import WEIGHTS_MAX, room, shortest, stripe_weights
 
 bandwidths = st.lists(st.floats(1e6, 2e10), min_size=1, max_size=8)
 

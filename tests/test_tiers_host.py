@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierzero.errors import BudgetError
-from tierzero.extents import FreeList
+from tierzero.storage.extents import FreeList
 from tierzero.tiers import host
 from tierzero.tiers.host import Block, HostArena
 

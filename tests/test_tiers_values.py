@@ -13,7 +13,7 @@ import pytest
 
 import tierzero as tz
 from tierzero.errors import ConfigError, StoreError
-from tierzero.store import Store
+from tierzero.storage.store import Store
 
 NO_PATHS: list[Any] = [
     [None],

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierzero.timeline import ROWS, TRAINING, Recorder
+from tierzero.monitoring.timeline import ROWS, TRAINING, Recorder
 
 KEYS = st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 9))
 

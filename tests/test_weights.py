@@ -365,7 +365,7 @@ def test_large_tensors_come_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plain = make(models.Net)
     path = as_file(flat(plain), tmp_path)
     for part in (4, 12, 100, 1 << 20):
-        monkeypatch.setattr("tierzero.parts.PART", part)
+        monkeypatch.setattr("tierzero.units.parts.PART", part)
         with empty(tmp_path / str(part)) as run:
             load_weights(run.model, path)
             out = tz.export(run.model, tmp_path / f"{part}.safetensors")

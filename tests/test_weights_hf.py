@@ -14,7 +14,7 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.checkpoint.weights import load_weights
-from tierzero.paged import Paged
+from tierzero.units.paged import Paged
 
 transformers = pytest.importorskip("transformers")
 

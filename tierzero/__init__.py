@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from tierzero.checkpoint.load import load as load
     from tierzero.checkpoint.save import save as save
     from tierzero.checkpoint.saving import Saving as Saving
-    from tierzero.deferred import deferred_init as deferred_init
-    from tierzero.initialize import initialize as initialize
-    from tierzero.meta import parameters_on_meta as parameters_on_meta
-    from tierzero.observe import serve_metrics as serve_metrics
-    from tierzero.observe import trace as trace
+    from tierzero.model.deferred import deferred_init as deferred_init
+    from tierzero.model.initialize import initialize as initialize
+    from tierzero.model.meta import parameters_on_meta as parameters_on_meta
+    from tierzero.monitoring.observe import serve_metrics as serve_metrics
+    from tierzero.monitoring.observe import trace as trace
     from tierzero.optim.adamw import AdamW as AdamW
     from tierzero.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from tierzero.optim.generic import wrap_optimizer as wrap_optimizer
     from tierzero.optim.scaler import GradScaler as GradScaler
-    from tierzero.planner import plan as plan
+    from tierzero.planning.planner import plan as plan
     from tierzero.tiers.config import Tiers as Tiers
 
 # loaded on first use: `tierzero --help` and `--version` need no torch
@@ -42,15 +42,15 @@ _HOMES = {
     "tierzero.checkpoint.load": "load",
     "tierzero.checkpoint.save": "save",
     "tierzero.checkpoint.saving": "Saving",
-    "tierzero.deferred": "deferred_init",
-    "tierzero.initialize": "initialize",
-    "tierzero.meta": "parameters_on_meta",
+    "tierzero.model.deferred": "deferred_init",
+    "tierzero.model.initialize": "initialize",
+    "tierzero.model.meta": "parameters_on_meta",
     "tierzero.optim.adamw": "AdamW",
     "tierzero.optim.clip": "clip_grad_norm_",
     "tierzero.optim.generic": "wrap_optimizer",
     "tierzero.optim.scaler": "GradScaler",
-    "tierzero.observe": "serve_metrics trace",
-    "tierzero.planner": "plan",
+    "tierzero.monitoring.observe": "serve_metrics trace",
+    "tierzero.planning.planner": "plan",
     "tierzero.tiers.config": "Tiers",
     "tierzero.errors": "BudgetError ConfigError NonFiniteGradientError PagedOutError StoreBusyError StoreCorruptError "
     "StoreError TierzeroError",

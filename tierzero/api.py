@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from tierzero.backward import in_backward
-from tierzero.changes import differs, write_back
+from tierzero.autograd.backward import in_backward
+from tierzero.autograd.changes import differs, write_back
+from tierzero.autograd.modules import is_running
 from tierzero.checkpoint import rollback as back
 from tierzero.checkpoint import snapshot as snapshots
 from tierzero.checkpoint.beside import Optimizers
-from tierzero.clock import SAVE
-from tierzero.endurance import days_left, per_day
 from tierzero.engine import ENGINES, Engine
 from tierzero.errors import TierzeroError
-from tierzero.modules import is_running
+from tierzero.hardware.endurance import days_left, per_day
+from tierzero.monitoring.clock import SAVE
 from tierzero.optim.clip import place_of
-from tierzero.partition import Units
-from tierzero.pins import Hold
-from tierzero.states import State
+from tierzero.paging.pins import Hold
+from tierzero.paging.states import State
 from tierzero.tiers.config import Tiers
-from tierzero.unit import Unit
+from tierzero.units.partition import Units
+from tierzero.units.unit import Unit
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,7 +40,7 @@ def offload(
 ) -> M:
     """Move the parameters of `model` into the tiers, in place, and page them in as its modules run. Returns `model`.
 
-    units: what moves together; see tierzero.partition. By default the elements of the model's ModuleLists and
+    units: what moves together; see tierzero.units.partition. By default the elements of the model's ModuleLists and
     Sequentials.
     micro_batches: in training, each repeated unit (an element of a ModuleList or Sequential that contains no other
     unit) runs its batch in this many pieces, one after the other, and again in backward, so that it keeps its arguments

@@ -13,36 +13,36 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from tierzero.activation_pool import ActivationPool
-from tierzero.activations import Activations
+from tierzero.activations.activation_pool import ActivationPool
+from tierzero.activations.activations import Activations
+from tierzero.autograd.hooks import Hooks
+from tierzero.autograd.microbatch import MicroBatches, check_count
 from tierzero.errors import ConfigError
-from tierzero.homes import Homes
-from tierzero.hooks import Hooks
-from tierzero.loop import LoopThread
-from tierzero.malloc import keep_freed
-from tierzero.metrics import DriveTotals, Metrics
-from tierzero.microbatch import MicroBatches, check_count
-from tierzero.model import check_lazy, check_model, check_same_model, describe, give_back, move_buffers
+from tierzero.hardware.tuning import engine_options, measured, numa_node
+from tierzero.model.model import check_lazy, check_model, check_same_model, describe, give_back, move_buffers
+from tierzero.model.references import References
+from tierzero.monitoring.metrics import DriveTotals, Metrics
 from tierzero.native import NATIVE
-from tierzero.pager import Pager
-from tierzero.partition import Part, Units, partition
-from tierzero.placement import Placement, place
-from tierzero.records import HostRecord
-from tierzero.references import References
-from tierzero.refit import States
-from tierzero.room import Room
-from tierzero.schedule import Trace
-from tierzero.spill import SpillFile
-from tierzero.state_format import PLAIN, StateFormat
-from tierzero.store import Store
+from tierzero.paging.loop import LoopThread
+from tierzero.paging.malloc import keep_freed
+from tierzero.paging.pager import Pager
+from tierzero.paging.schedule import Trace
+from tierzero.paging.transfer import Transfer, make_transfer
+from tierzero.paging.updates import UpdateQueue
+from tierzero.planning.placement import Placement, place
+from tierzero.storage.room import Room
+from tierzero.storage.spill import SpillFile
+from tierzero.storage.store import Store
 from tierzero.tiers.base import open_block_file
 from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import HostArena
-from tierzero.transfer import Transfer, make_transfer
-from tierzero.tuning import engine_options, measured, numa_node
-from tierzero.unit import Unit
-from tierzero.unit_sizes import unit_sizes, units_in_pieces
-from tierzero.updates import UpdateQueue
+from tierzero.units.homes import Homes
+from tierzero.units.partition import Part, Units, partition
+from tierzero.units.records import HostRecord
+from tierzero.units.refit import States
+from tierzero.units.state_format import PLAIN, StateFormat
+from tierzero.units.unit import Unit
+from tierzero.units.unit_sizes import unit_sizes, units_in_pieces
 
 T = TypeVar("T")
 _COUNTED = ("bytes_read", "bytes_written", "read_ns", "write_ns")

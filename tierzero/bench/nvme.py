@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import tierzero
-from tierzero import profiles
 from tierzero.bench import fio
 from tierzero.bench.scratch import Scratch, check_directory, fit, native
 from tierzero.bench.search import Found, Search, engines, settings_of, summary
 from tierzero.bench.stream import KINDS
-from tierzero.stripes import stripe_weights
+from tierzero.hardware import profiles
+from tierzero.storage.stripes import stripe_weights
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 from tierzero.errors import ConfigError, TierzeroError
 from tierzero.native import NATIVE
 from tierzero.sizes import format_size
-from tierzero.stripes import STRIPE
+from tierzero.storage.stripes import STRIPE
 
 UNIT = 1 << 21  # sizes are multiples of this
 MINIMUM = 32 << 20  # bytes below which nothing useful is measured

@@ -9,7 +9,7 @@ import torch
 
 from tierzero.engine import Engine
 from tierzero.errors import StoreError
-from tierzero.paged import Paged
+from tierzero.units.paged import Paged
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

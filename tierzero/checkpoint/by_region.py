@@ -12,10 +12,10 @@ import torch
 
 from tierzero.checkpoint.refill import Source, new_region, refill_region
 from tierzero.checkpoint.stored import Stored
-from tierzero.records import DiskRecord
 from tierzero.tiers.base import settle
 from tierzero.tiers.readonly import ReadOnlyFile
-from tierzero.unit import Unit
+from tierzero.units.records import DiskRecord
+from tierzero.units.unit import Unit
 
 _THREADS = 4  # that read: as many requests the drive has at once
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tierzero.layout import PAGE, round_up
+from tierzero.units.layout import PAGE, round_up
 
 ALIGN = 64  # bytes: where the data of a small item begin, as in torch.save
 LARGE = 64 << 10  # bytes from which on an item's data begin at a whole page of the file, for direct I/O

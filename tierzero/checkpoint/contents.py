@@ -24,7 +24,7 @@ from tierzero.errors import TierzeroError
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
 from tierzero.optim.generic import WrappedOptimizer
-from tierzero.paged import Paged
+from tierzero.units.paged import Paged
 
 _SLOWEST = 1_000_000  # bytes per second, of the native engine
 EXTRA = "_extra_state"  # how torch ends the names of what get_extra_state() gives

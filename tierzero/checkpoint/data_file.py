@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from tierzero.blocks import checksum_of
 from tierzero.checkpoint.boxes import boxes
 from tierzero.checkpoint.container import frame
 from tierzero.checkpoint.contents import Readable
 from tierzero.checkpoint.index import Piece, StoredObject, StoredTensor
-from tierzero.checksum import Sums, checksum, combine, to_hex
-from tierzero.layout import PAGE, round_up
+from tierzero.storage.blocks import checksum_of
+from tierzero.storage.checksum import Sums, checksum, combine, to_hex
 from tierzero.tiers.base import BlockFile, aligned_empty, memory_of
+from tierzero.units.layout import PAGE, round_up
 
 BUFFER = 4 << 20  # bytes
 BUFFERS = 4

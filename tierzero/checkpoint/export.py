@@ -33,10 +33,10 @@ from tierzero.checkpoint.leftovers import exporting, part_of
 from tierzero.checkpoint.safetensors import DTYPES, INDEX, SINGLE, read_safetensors
 from tierzero.checkpoint.writer import SequentialFile
 from tierzero.errors import StoreCorruptError, StoreError, TierzeroError, naming
-from tierzero.live import LiveParameter
-from tierzero.paged import Paged
-from tierzero.parts import read_in_parts, unit_of
 from tierzero.sizes import format_size, parse_size
+from tierzero.units.live import LiveParameter
+from tierzero.units.paged import Paged
+from tierzero.units.parts import read_in_parts, unit_of
 
 _MARK = "tierzero"  # in the metadata of what was exported
 _NAMES = re.compile(r"model(\.\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # of all files in a directory

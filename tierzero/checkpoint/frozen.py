@@ -18,8 +18,8 @@ from functools import partial
 from tierzero.checkpoint.frozen_unit import FrozenUnit
 from tierzero.engine import Engine
 from tierzero.errors import TierzeroError
-from tierzero.loop import LoopThread
 from tierzero.optim.streamed import UnitUpdate
+from tierzero.paging.loop import LoopThread
 
 
 class Frozen:

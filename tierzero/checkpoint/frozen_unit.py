@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from tierzero.borrowed import FrozenRecord
 from tierzero.errors import TierzeroError
-from tierzero.extents import Extent
-from tierzero.gate import Gate
-from tierzero.generic import GenericState, Kept, Slot
-from tierzero.metrics import Metrics
-from tierzero.records import DiskRecord, HostRecord, StateRecord
-from tierzero.store import Store
-from tierzero.unit import Unit
+from tierzero.monitoring.metrics import Metrics
+from tierzero.paging.gate import Gate
+from tierzero.storage.extents import Extent
+from tierzero.storage.store import Store
+from tierzero.units.borrowed import FrozenRecord
+from tierzero.units.generic import GenericState, Kept, Slot
+from tierzero.units.records import DiskRecord, HostRecord, StateRecord
+from tierzero.units.unit import Unit
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

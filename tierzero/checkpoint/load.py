@@ -23,9 +23,9 @@ from tierzero.checkpoint.reader import Reader
 from tierzero.checkpoint.refill import MASTER
 from tierzero.checkpoint.take import Units
 from tierzero.checkpoint.weights import load_weights
-from tierzero.clock import SAVE
 from tierzero.engine import Engine
 from tierzero.errors import ConfigError, StoreCorruptError, TierzeroError
+from tierzero.monitoring.clock import SAVE
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
 

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 
-from tierzero.metrics import Metrics
+from tierzero.monitoring.metrics import Metrics
 
 SHARE = 0.04  # of the drive's time that a save takes at least
 _MOST = (1 - SHARE) / SHARE  # seconds of rest for one of I/O

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tierzero.checkpoint.index import INDEX, METADATA, OURS, read_head, read_index
 from tierzero.errors import StoreError, TierzeroError, naming
-from tierzero.manifest import sync_directory
+from tierzero.storage.manifest import sync_directory
 
 log = logging.getLogger("tierzero")
 

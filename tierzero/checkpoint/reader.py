@@ -15,8 +15,8 @@ import torch
 
 from tierzero.checkpoint.index import DATA, Index, read_index
 from tierzero.checkpoint.verify import Pass
-from tierzero.checksum import Sums, checksum, combine, to_hex
 from tierzero.errors import StoreCorruptError
+from tierzero.storage.checksum import Sums, checksum, combine, to_hex
 from tierzero.tiers.base import memory_of, settle
 from tierzero.tiers.readonly import ReadOnlyFile
 

@@ -14,16 +14,16 @@ from typing import Protocol
 
 import torch
 
-from tierzero.blocks import WINDOW, in_window
 from tierzero.checkpoint.frozen_unit import MOMENTS
-from tierzero.checksum import Sums
-from tierzero.extents import Extent
-from tierzero.layout import Place
-from tierzero.malloc import mapped
-from tierzero.records import DiskRecord, StateRecord
-from tierzero.store import Store
+from tierzero.paging.malloc import mapped
+from tierzero.storage.blocks import WINDOW, in_window
+from tierzero.storage.checksum import Sums
+from tierzero.storage.extents import Extent
+from tierzero.storage.store import Store
 from tierzero.tiers.base import aligned_empty
-from tierzero.unit import Unit
+from tierzero.units.layout import Place
+from tierzero.units.records import DiskRecord, StateRecord
+from tierzero.units.unit import Unit
 
 MASTER = "master"
 PART = 2 << 20  # bytes of a region that are made at once

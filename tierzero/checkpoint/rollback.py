@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from tierzero.blocks import checksum_of
-from tierzero.borrowed import Borrowed, FrozenRecord
 from tierzero.checkpoint.beside import Optimizers, check_groups, check_optimizers, put_back
 from tierzero.checkpoint.frozen_unit import HeldRecord
 from tierzero.checkpoint.snapshot import BUFFERS, OWN, put_buffers
 from tierzero.engine import Engine
 from tierzero.errors import StoreCorruptError, StoreError
-from tierzero.generic import GenericState, kept_from
-from tierzero.manifest import Snapshot
-from tierzero.model import check_same_model, describe
+from tierzero.model.model import check_same_model, describe
 from tierzero.optim.generic import WrappedOptimizer
-from tierzero.records import DiskRecord, HostRecord, StateRecord
-from tierzero.state_format import StateFormat
-from tierzero.store import Store
-from tierzero.unit import Unit
-from tierzero.updates import Update
+from tierzero.paging.updates import Update
+from tierzero.storage.blocks import checksum_of
+from tierzero.storage.manifest import Snapshot
+from tierzero.storage.store import Store
+from tierzero.units.borrowed import Borrowed, FrozenRecord
+from tierzero.units.generic import GenericState, kept_from
+from tierzero.units.records import DiskRecord, HostRecord, StateRecord
+from tierzero.units.state_format import StateFormat
+from tierzero.units.unit import Unit
 
 
 class UnitBack:

@@ -18,7 +18,7 @@ import torch
 
 from tierzero.checkpoint.stored import OpenFiles, Stored
 from tierzero.errors import StoreCorruptError, TierzeroError
-from tierzero.parts import parts_of
+from tierzero.units.parts import parts_of
 
 DTYPES = {
     torch.float64: "F64",

@@ -15,8 +15,8 @@ from tierzero.checkpoint.frozen import freeze
 from tierzero.checkpoint.place import Place
 from tierzero.checkpoint.randomness import random_state
 from tierzero.checkpoint.saving import Saving
-from tierzero.clock import SAVE
 from tierzero.errors import TierzeroError
+from tierzero.monitoring.clock import SAVE
 
 
 def save(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from tierzero.blocks import checksum_of
 from tierzero.checkpoint.beside import (
     Optimizers,
     check_buffers,
@@ -20,7 +19,8 @@ from tierzero.checkpoint.beside import (
 )
 from tierzero.engine import Engine
 from tierzero.errors import StoreError
-from tierzero.model import describe
+from tierzero.model.model import describe
+from tierzero.storage.blocks import checksum_of
 
 BUFFERS = "buffers"  # the record that holds the model's persistent buffers, as safetensors
 NAME = "snapshot"  # of one that was given no name

@@ -8,9 +8,9 @@ from types import TracebackType
 
 import torch
 
-from tierzero.layout import PAGE
 from tierzero.tiers.base import aligned_empty
 from tierzero.tiers.readonly import ReadOnlyFile
+from tierzero.units.layout import PAGE
 
 
 class Stored:

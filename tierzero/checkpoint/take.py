@@ -9,13 +9,13 @@ from typing import Any
 from tierzero.checkpoint.reader import Parts, Reader
 from tierzero.checkpoint.refill import MASTER, Source, Staged, States, new_region, refill_masters, refill_region
 from tierzero.engine import Engine
-from tierzero.generic import Kept
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
 from tierzero.optim.generic import WrappedOptimizer
 from tierzero.optim.generic_update import replace_states
-from tierzero.records import DiskRecord
-from tierzero.unit import Unit
+from tierzero.units.generic import Kept
+from tierzero.units.records import DiskRecord
+from tierzero.units.unit import Unit
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

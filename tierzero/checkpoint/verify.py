@@ -20,12 +20,12 @@ import torch
 
 from tierzero.checkpoint.container import frame
 from tierzero.checkpoint.index import Index
-from tierzero.checksum import Sums, checksum, combine, to_hex
 from tierzero.errors import StoreCorruptError
-from tierzero.layout import PAGE
-from tierzero.malloc import mapped
+from tierzero.paging.malloc import mapped
+from tierzero.storage.checksum import Sums, checksum, combine, to_hex
 from tierzero.tiers.base import aligned_empty, memory_of
 from tierzero.tiers.readonly import ReadOnlyFile
+from tierzero.units.layout import PAGE
 
 BLOCK = 4 << 20  # bytes
 _GAP = 64 << 10  # bytes between things that are read along rather than passed over

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tierzero.borrowed import Borrowed, FrozenRecord, Span
 from tierzero.checkpoint.by_region import ByRegion
 from tierzero.checkpoint.names import ignored, match
 from tierzero.checkpoint.safetensors import find_safetensors
 from tierzero.checkpoint.stored import OpenFiles, Stored
 from tierzero.errors import TierzeroError
-from tierzero.live import LiveParameter
-from tierzero.parts import unit_of, write_part
-from tierzero.records import HostRecord
-from tierzero.unit import Unit
+from tierzero.units.borrowed import Borrowed, FrozenRecord, Span
+from tierzero.units.live import LiveParameter
+from tierzero.units.parts import unit_of, write_part
+from tierzero.units.records import HostRecord
+from tierzero.units.unit import Unit
 
 log = logging.getLogger("tierzero")
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -11,9 +11,9 @@ from types import TracebackType
 import torch
 
 from tierzero.errors import naming
-from tierzero.layout import PAGE
-from tierzero.malloc import mapped
+from tierzero.paging.malloc import mapped
 from tierzero.tiers.base import aligned_empty, memory_of
+from tierzero.units.layout import PAGE
 
 BLOCK = 4 << 20  # bytes of one write; there are two of them
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tierzero.checksum import Sums, checksum, combine
-from tierzero.stripes import Layout
+from tierzero.storage.checksum import Sums, checksum, combine
+from tierzero.storage.stripes import Layout
 from tierzero.tiers.base import BlockFile, aligned_empty, open_block_file
 from tierzero.tiers.readonly import ReadOnlyFile
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tierzero import manifest as manifests
-from tierzero import members
 from tierzero.checkpoint import place
 from tierzero.checkpoint.index import INDEX
 from tierzero.cli.ckpt_entry import COMPLETE, Entry, Unreadable
 from tierzero.cli.ckpt_portable import Portable
 from tierzero.cli.ckpt_snapshot import snapshots_in
 from tierzero.errors import ConfigError, TierzeroError
+from tierzero.storage import manifest as manifests
+from tierzero.storage import members
 
 _DEPTH = 3  # how far below a path to look: runs/demo/checkpoints/step-00000020 is a checkpoint in `runs`
 

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from safetensors.torch import load as load_buffers
 
-from tierzero import manifest as manifests
-from tierzero import members
-from tierzero.borrowed import BorrowedFiles
 from tierzero.checkpoint.snapshot import BUFFERS, OWN
 from tierzero.cli.ckpt_data import DataFile
 from tierzero.cli.ckpt_entry import DAMAGED, Entry, StoredTensor
-from tierzero.directory import check_data_files, check_length, remove_data
 from tierzero.errors import StoreBusyError, StoreCorruptError, StoreError, TierzeroError
-from tierzero.layout import ParamSpec, Place, UnitLayout, state_pieces, unit_layout
-from tierzero.lock import DirectoryLocks, living_holder
-from tierzero.manifest import Manifest, Snapshot
 from tierzero.optim.resting import Resting
-from tierzero.state_format import StateFormat
+from tierzero.storage import manifest as manifests
+from tierzero.storage import members
+from tierzero.storage.directory import check_data_files, check_length, remove_data
+from tierzero.storage.lock import DirectoryLocks, living_holder
+from tierzero.storage.manifest import Manifest, Snapshot
 from tierzero.tiers.base import memory_of
+from tierzero.units.borrowed import BorrowedFiles
+from tierzero.units.layout import ParamSpec, Place, UnitLayout, state_pieces, unit_layout
+from tierzero.units.state_format import StateFormat
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tierzero import members
 from tierzero.checkpoint.reader import Reader
 from tierzero.cli import portable
 from tierzero.cli.checkpoints import check_same_model
@@ -26,7 +25,8 @@ from tierzero.cli.rundir import (
 )
 from tierzero.cli.runid import id_in, same_place
 from tierzero.errors import ConfigError, StoreCorruptError, TierzeroError
-from tierzero.manifest import Manifest, Snapshot
+from tierzero.storage import members
+from tierzero.storage.manifest import Manifest, Snapshot
 
 
 @dataclass(frozen=True)

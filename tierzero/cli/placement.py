@@ -16,11 +16,11 @@ from tierzero.cli.config import Config
 from tierzero.cli.task import Task
 from tierzero.errors import ConfigError
 from tierzero.native import NATIVE
-from tierzero.partition import partition
-from tierzero.placement import place
-from tierzero.planned import Plan
+from tierzero.planning.placement import place
+from tierzero.planning.planned import Plan
 from tierzero.sizes import format_size, parse_size
-from tierzero.unit_sizes import unit_sizes
+from tierzero.units.partition import partition
+from tierzero.units.unit_sizes import unit_sizes
 
 DEVICE_SHARE = 6  # the device holds a sixth of the parameters
 HOST_SHARE = 4  # host memory a quarter of the optimizer states' bytes

@@ -14,20 +14,20 @@ import torch
 from tierzero.cli.placement import choose_tiers
 from tierzero.cli.plan_model import VOCAB, Subject, from_hugging_face, from_numbers, from_toml
 from tierzero.errors import BudgetError, ConfigError
-from tierzero.forecast import Load
-from tierzero.machine import MEMORY, UTILISATION, Gpu, Machine, parse_drives, preset, together
-from tierzero.measure import this_machine
+from tierzero.hardware.machine import MEMORY, UTILISATION, Gpu, Machine, parse_drives, preset, together
+from tierzero.hardware.measure import this_machine
 from tierzero.native import NATIVE
-from tierzero.partition import partition
-from tierzero.placement import place
-from tierzero.planned import Plan
-from tierzero.planner import Budgets, budgets_of, forward_flops, plan_units
+from tierzero.planning.forecast import Load
+from tierzero.planning.placement import place
+from tierzero.planning.planned import Plan
+from tierzero.planning.planner import Budgets, budgets_of, forward_flops, plan_units
 from tierzero.sim.links import DriveRates
 from tierzero.sizes import format_size, parse_size
-from tierzero.state_format import choose_format
-from tierzero.stripes import stripe_weights
+from tierzero.storage.stripes import stripe_weights
 from tierzero.tiers.config import AUTO_DEVICE_SHARE, Tiers, memory_limit
-from tierzero.unit_sizes import unit_sizes
+from tierzero.units.partition import partition
+from tierzero.units.state_format import choose_format
+from tierzero.units.unit_sizes import unit_sizes
 
 TOKENS = 2048  # of a micro-batch, where nothing says how many
 _BOUNDLESS = 1 << 62
@@ -266,7 +266,7 @@ def _machine(
     try:
         if options.gpu is not None:
             if directories:
-                from tierzero.measure import drive_rates
+                from tierzero.hardware.measure import drive_rates
 
                 drive = drive_rates(directories)
             return preset(options.gpu, drive, utilisation=options.utilisation, memory=memory, flops=options.flops)

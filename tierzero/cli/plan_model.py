@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierzero.autograd.microbatch import check_count
 from tierzero.cli.config import Config, load
 from tierzero.cli.decoder import BlankWeights, DecoderConfig, build_decoder
 from tierzero.cli.hf import import_transformers, recompute_activations
 from tierzero.cli.task import DTYPES, activation_bytes
 from tierzero.errors import ConfigError
-from tierzero.microbatch import check_count
 
 VOCAB = 32_000  # of a model given by its parameters, unless told
 

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tierzero.cli.plan import Answer
-from tierzero.endurance import DAY
-from tierzero.forecast import Forecast
-from tierzero.phases import Phase
+from tierzero.hardware.endurance import DAY
+from tierzero.planning.forecast import Forecast
+from tierzero.planning.phases import Phase
 from tierzero.sizes import format_decimal, format_size
 
 _LINKS = (

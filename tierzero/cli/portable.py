@@ -12,7 +12,7 @@ from tierzero.checkpoint.place import checkpoints_in, written_beside
 from tierzero.cli.config import Config
 from tierzero.cli.runid import owner_of, same_place
 from tierzero.errors import ConfigError, TierzeroError
-from tierzero.manifest import NAME
+from tierzero.storage.manifest import NAME
 
 # what a run keeps with everything that it saves
 MARKS = {

@@ -7,7 +7,7 @@ from typing import Any
 import tierzero as tz
 from tierzero.cli.config import Config
 from tierzero.cli.task import Task
-from tierzero.planned import Plan
+from tierzero.planning.planned import Plan
 
 
 def describe_run(config: Config, task: Task, plan: Plan, tiers: tz.Tiers, run_id: str) -> dict[str, Any]:

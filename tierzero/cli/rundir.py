@@ -7,13 +7,13 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from tierzero import members
 from tierzero.checkpoint.place import checkpoints_in, discard, strange
 from tierzero.cli.config import Config
 from tierzero.cli.portable import check_folder, found_in, is_of, made_by_train
 from tierzero.cli.runid import id_in, owner_of, same_place
 from tierzero.errors import ConfigError, TierzeroError
-from tierzero.manifest import Manifest, Snapshot
+from tierzero.storage import members
+from tierzero.storage.manifest import Manifest, Snapshot
 
 FILES = ("metrics.jsonl", "summary.json", "sample.txt", "run.json", "trace.json", "report.html")
 FOLDERS = ("checkpoints", "tensorboard", "export")

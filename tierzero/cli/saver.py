@@ -18,8 +18,8 @@ from tierzero.cli.config import Config
 from tierzero.cli.portable import of_run
 from tierzero.cli.progress import View
 from tierzero.cli.runid import id_in
-from tierzero.drives import existing_parent
 from tierzero.errors import TierzeroError, describe
+from tierzero.hardware.drives import existing_parent
 from tierzero.sizes import format_size, parse_rate
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from tierzero.api import engine_of
 from tierzero.engine import Engine
 from tierzero.errors import ConfigError
-from tierzero.observe import begin, end
-from tierzero.timeline import Recorder
+from tierzero.monitoring.observe import begin, end
+from tierzero.monitoring.timeline import Recorder
 
 log = logging.getLogger("tierzero")
 SETTLED = 3  # the first step whose order of use is known and whose updates have begun in backward

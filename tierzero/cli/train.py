@@ -16,7 +16,6 @@ from rich.text import Text
 from torch import nn
 
 import tierzero as tz
-from tierzero import prometheus
 from tierzero.cli import memory
 from tierzero.cli.config import Config
 from tierzero.cli.files import write_atomically, write_json
@@ -34,6 +33,7 @@ from tierzero.cli.summary import print_summary
 from tierzero.cli.task import Task, open_task
 from tierzero.cli.trainer import Trainer, seed_everything, state_options
 from tierzero.errors import ConfigError, TierzeroError
+from tierzero.monitoring import prometheus
 from tierzero.sizes import format_size
 
 CONTEXT = 64  # tokens that the sample at the end sees back

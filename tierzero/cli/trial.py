@@ -19,7 +19,7 @@ from tierzero.cli.progress import QuietView
 from tierzero.cli.report import Meter, StepReport
 from tierzero.cli.task import open_task
 from tierzero.cli.trainer import Trainer, seed_everything, state_options
-from tierzero.drives import existing_parent
+from tierzero.hardware.drives import existing_parent
 
 SHORTEST = 0.3  # seconds that a sample measures, at least
 MOST_STEPS = 20  # of a sample
@@ -129,7 +129,7 @@ def largest_depth(sizes: Sequence[int], budget: int) -> int:
 
 def drive_rate(tiers: tz.Tiers) -> float | None:
     """Bytes per second of all drives together, reads and writes mixed: as measured, below the limit; None: unknown."""
-    from tierzero.tuning import measured
+    from tierzero.hardware.tuning import measured
 
     limit = tiers.drive_limit()
     rates: list[float | None] = []

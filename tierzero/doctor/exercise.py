@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tierzero.layout import PAGE, round_up
 from tierzero.tiers.base import BlockFile, aligned_empty, memory_of
+from tierzero.units.layout import PAGE, round_up
 
 FAR = (1 << 32) + 3 * PAGE  # past what 32 bits count
 _SIZES = (1, 7, 511, 512, 513, 4095, 4096, 4097, 65_537, (1 << 20) + 3, 4 << 20, (4 << 20) + 1, (9 << 20) + 5)

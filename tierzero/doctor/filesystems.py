@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from tierzero.doctor.finding import Finding, Status
-from tierzero.drives import Drive, Mount
+from tierzero.hardware.drives import Drive, Mount
 from tierzero.sizes import format_size
 
 _NETWORK = "every read and write crosses the network, and fsync is the server's: keep the store on a local drive"

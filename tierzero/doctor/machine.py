@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tierzero import cgroup
 from tierzero.doctor.finding import Finding, one_line
-from tierzero.drives import Drive
+from tierzero.hardware import cgroup
+from tierzero.hardware.drives import Drive
 from tierzero.sizes import format_size
 
 _MIB = 1 << 20

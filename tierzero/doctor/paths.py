@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tierzero import profiles
 from tierzero.doctor import direct, filesystems, native
 from tierzero.doctor.finding import Finding, one_line
-from tierzero.drives import Drive, drive_of
+from tierzero.hardware import profiles
+from tierzero.hardware.drives import Drive, drive_of
 from tierzero.sizes import format_size
 
 _LEAST = 64 << 20

@@ -11,7 +11,7 @@ from typing import Any
 from tierzero.doctor import gpudirect, libraries, limits, machine, native, paths
 from tierzero.doctor.child import Child
 from tierzero.doctor.finding import Finding
-from tierzero.drives import Disk, Drive
+from tierzero.hardware.drives import Disk, Drive
 
 SILENCE = 20.0  # seconds; a drive that takes longer to make a small file is of no use
 

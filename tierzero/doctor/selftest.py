@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.doctor.child import Child
-from tierzero.drives import existing_parent
+from tierzero.hardware.drives import existing_parent
 
 BACKENDS = {
     "uring": "io_uring, O_DIRECT",

@@ -15,10 +15,10 @@ from tierzero.optim.norms import begin_norms, without_grad
 from tierzero.optim.overlap import Mode, Overlap
 from tierzero.optim.resting import Resting
 from tierzero.optim.streamed import Hyper, UnitUpdate
-from tierzero.records import StateRecord
-from tierzero.state_format import StateFormat, choose_format
-from tierzero.unit import Unit
-from tierzero.updates import Guess, Update
+from tierzero.paging.updates import Guess, Update
+from tierzero.units.records import StateRecord
+from tierzero.units.state_format import StateFormat, choose_format
+from tierzero.units.unit import Unit
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _REFUSED = {

@@ -14,7 +14,7 @@ from tierzero.errors import NonFiniteGradientError, TierzeroError
 from tierzero.optim.clip import engine_time, place_of
 from tierzero.optim.norms import is_finite, unit_norms
 from tierzero.optim.overlap import Overlap
-from tierzero.unit import Unit
+from tierzero.units.unit import Unit
 
 log = logging.getLogger("tierzero")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tierzero.clock import ENGINE
 from tierzero.errors import TierzeroError
+from tierzero.monitoring.clock import ENGINE
 from tierzero.optim.norms import unit_norms, without_grad
-from tierzero.paged import Paged
-from tierzero.unit import ParamSource, Unit
+from tierzero.units.paged import Paged
+from tierzero.units.unit import ParamSource, Unit
 
 
 def place_of(param: torch.Tensor) -> tuple[Unit, int] | None:

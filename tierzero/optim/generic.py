@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tierzero.errors import TierzeroError
-from tierzero.generic import Kept, Slot
 from tierzero.optim.base import TieredOptimizer, first_bad, home_of
 from tierzero.optim.generic_load import load_unit
 from tierzero.optim.generic_recipe import Named, Recipe, Values, expected_bytes, values_of
@@ -19,8 +18,9 @@ from tierzero.optim.generic_update import GenericUpdate, work_bytes
 from tierzero.optim.norms import begin_norms, without_grad
 from tierzero.optim.overlap import Overlap
 from tierzero.optim.resting import MasterSource, Resting, SlotSource
-from tierzero.unit import Unit
-from tierzero.updates import Update
+from tierzero.paging.updates import Update
+from tierzero.units.generic import Kept, Slot
+from tierzero.units.unit import Unit
 
 
 def wrap_optimizer(

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tierzero.generic import Kept
 from tierzero.optim.generic_recipe import Named, Recipe, Values
 from tierzero.optim.generic_trial import tiny
 from tierzero.optim.generic_update import replace_states
-from tierzero.paged import Paged
-from tierzero.unit import Unit
+from tierzero.units.generic import Kept
+from tierzero.units.paged import Paged
+from tierzero.units.unit import Unit
 
 
 def load_unit(

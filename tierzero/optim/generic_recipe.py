@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tierzero.errors import TierzeroError
-from tierzero.generic import ALIGN
-from tierzero.layout import UnitLayout, round_up
+from tierzero.units.generic import ALIGN
+from tierzero.units.layout import UnitLayout, round_up
 
 Named = tuple[str | None, nn.Parameter]
 Values = dict[str, Any]  # of a group, without its parameters

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierzero.generic import GenericState, Kept, drafts_of, fill, in_place, lay_out
-from tierzero.homes import Homes
-from tierzero.malloc import trim
 from tierzero.optim.generic_recipe import Named, Recipe, Values
-from tierzero.records import DiskRecord, HostRecord, StateRecord
+from tierzero.paging.malloc import trim
 from tierzero.tiers.base import aligned_empty, settle
-from tierzero.unit import Unit
+from tierzero.units.generic import GenericState, Kept, drafts_of, fill, in_place, lay_out
+from tierzero.units.homes import Homes
+from tierzero.units.records import DiskRecord, HostRecord, StateRecord
+from tierzero.units.unit import Unit
 
 
 def work_bytes(unit: Unit, record: int) -> int:

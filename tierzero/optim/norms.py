@@ -10,9 +10,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from tierzero.clock import GRADIENT
+from tierzero.monitoring.clock import GRADIENT
 from tierzero.native import NATIVE
-from tierzero.unit import Unit
+from tierzero.units.unit import Unit
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from tierzero.generic import GenericState, Slot
-from tierzero.paged import Paged
-from tierzero.records import StateRecord
-from tierzero.unit import Unit
+from tierzero.units.generic import GenericState, Slot
+from tierzero.units.paged import Paged
+from tierzero.units.records import StateRecord
+from tierzero.units.unit import Unit
 
 
 class Resting(Paged):

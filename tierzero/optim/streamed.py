@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from tierzero.extents import Extent
-from tierzero.layout import Place
-from tierzero.metrics import Metrics
+from tierzero.monitoring.metrics import Metrics
 from tierzero.optim.shadow import Shadows
-from tierzero.records import DiskRecord, HostRecord, StateRecord
-from tierzero.store import Store
+from tierzero.paging.waiting import WIDTH
+from tierzero.storage.extents import Extent
+from tierzero.storage.store import Store
 from tierzero.tiers.host import Block
-from tierzero.unit import Unit
-from tierzero.waiting import WIDTH
+from tierzero.units.layout import Place
+from tierzero.units.records import DiskRecord, HostRecord, StateRecord
+from tierzero.units.unit import Unit
 
 MODEL_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -257,7 +257,7 @@ class StreamedStep:
     # -- Python --------------------------------------------------------------------------------------------------------
 
     async def _python(self, unit: Unit, hypers: dict[int, Hyper], new_state: Any, new_param: Any) -> tuple[Any, Any]:
-        from tierzero.checksum import checksum
+        from tierzero.storage.checksum import checksum
 
         state, param = unit.state, unit.records.get("param")
         assert state is not None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tierzero.paging.waiting import WIDTH
 from tierzero.sim.links import DriveRates
-from tierzero.waiting import WIDTH
 
 
 @dataclass(frozen=True)

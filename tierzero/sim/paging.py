@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from tierzero.lookahead import Lookahead
-from tierzero.schedule import Trace
+from tierzero.paging.lookahead import Lookahead
+from tierzero.paging.schedule import Trace
 from tierzero.sim.clock import Clock, Signal, Wait
 from tierzero.sim.links import Link, Pipe
 from tierzero.sim.model import Rates, Setup, SimUnit

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierzero.schedule import Trace
+from tierzero.paging.schedule import Trace
+from tierzero.paging.waiting import Waiting
 from tierzero.sim.clock import Signal, Wait
 from tierzero.sim.model import Setup, SimUnit
 from tierzero.sim.stepper import Job, Stepper
-from tierzero.waiting import Waiting
 
 
 class Update:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from tierzero.errors import StoreError
-from tierzero.layout import PAGE
+from tierzero.units.layout import PAGE
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import torch
 
-from tierzero import cgroup
-from tierzero.directory import check_apart, listed
 from tierzero.errors import ConfigError
-from tierzero.layout import PAGE
+from tierzero.hardware import cgroup
 from tierzero.sizes import parse_rate, parse_size
+from tierzero.storage.directory import check_apart, listed
+from tierzero.units.layout import PAGE
 
 AUTO_DEVICE_SHARE = 0.5  # of what is free: activations need the rest
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from tierzero.errors import BudgetError
-from tierzero.extents import FreeList
-from tierzero.hugepages import advice, resident
-from tierzero.layout import PAGE, round_up
+from tierzero.hardware.hugepages import advice, resident
 from tierzero.native import NATIVE
+from tierzero.storage.extents import FreeList
 from tierzero.tiers.base import aligned_empty
+from tierzero.units.layout import PAGE, round_up
 
 log = logging.getLogger("tierzero")
 _PAGES_AGE = 10.0  # seconds that an account of pages is good for: the kernel walks all page tables for it

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tierzero.errors import StoreError
-from tierzero.layout import PAGE, round_up
 from tierzero.native import NATIVE
 from tierzero.tiers.base import aligned_empty, check_buffer, settle
+from tierzero.units.layout import PAGE, round_up
 
 
 def _module() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import aiofiles
 import torch
 
-from tierzero.clock import Busy
+from tierzero.monitoring.clock import Busy
 from tierzero.pace import Pacer
 from tierzero.tiers.base import memory_of, settle
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from tierzero.errors import StoreCorruptError
-from tierzero.layout import PAGE, round_up
-from tierzero.malloc import mapped
+from tierzero.paging.malloc import mapped
 from tierzero.tiers.base import aligned_empty, check_buffer, memory_of, settle
+from tierzero.units.layout import PAGE, round_up
 
 BLOCK = 2 << 20  # bytes of one request that goes through a bounce buffer
 _SPARE = 4  # bounce buffers that are kept

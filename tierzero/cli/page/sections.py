@@ -10,10 +10,10 @@ from tierzero.cli.page.charts import line_chart, share_chart
 from tierzero.cli.page.html import NAMES, bar, legend, paragraph, section, table, tiles
 from tierzero.cli.page.rundata import Run, median, number
 from tierzero.cli.page.timeline import timeline
-from tierzero.clock import PARTS
-from tierzero.endurance import days_left, per_day
+from tierzero.hardware.endurance import days_left, per_day
+from tierzero.monitoring.clock import PARTS
+from tierzero.monitoring.step_stats import LINKS
 from tierzero.sizes import format_decimal, format_size
-from tierzero.step_stats import LINKS
 
 _LINK_NAMES = {
     "nvme_read": "NVMe read",

@@ -1,0 +1,1 @@
+"""Activations that leave the device between forward and backward."""

@@ -1,0 +1,1 @@
+"""What autograd and module hooks tell the engine, and what they make it do: when things move."""

@@ -1,0 +1,1 @@
+"""The user's model before, while and after it is offloaded."""

@@ -1,0 +1,1 @@
+"""Counters, clocks, timelines, and those who look at them."""

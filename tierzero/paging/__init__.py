@@ -1,0 +1,1 @@
+"""What moves and in which order: residency within the budget, transfers, the queue of updates."""

@@ -1,0 +1,1 @@
+"""The store on the drives: extents, versions, snapshots, locks, striping."""

@@ -1,0 +1,1 @@
+"""Units, the parameters that move together, and their bytes at rest."""
