@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,11 @@ def train(out: Path, *settings: str, flags: tuple[str, ...] = ()) -> subprocess.
     return tierzero_here(*train_arguments(out, *settings, flags=flags))
 
 
-def interrupt(out: Path, *settings: str, flags: tuple[str, ...] = (), line: str, signal: int) -> tuple[int, str, str]:
-    """A run to which `signal` is sent once it has printed a line that starts with `line`.
+def interrupt(
+    out: Path, *settings: str, flags: tuple[str, ...] = (), line: str, signal: int, twice: bool = False
+) -> tuple[int, str, str]:
+    """A run to which `signal` is sent once it has printed a line that starts with `line`; `twice`: and once more when
+    it has said that it stops.
 
     Returns (exit code, stdout, stderr). A run that ends before it prints such a line is left to end.
     """
@@ -98,6 +102,10 @@ def interrupt(out: Path, *settings: str, flags: tuple[str, ...] = (), line: str,
                 if text.startswith(line):
                     assert process.pid is not None
                     os.kill(process.pid, signal)
+                    while twice and "stop at once" not in errors.read_text() and process.is_alive():
+                        time.sleep(0.01)
+                    if twice:
+                        os.kill(process.pid, signal)
                     break
             seen += output.read()
         return forked.code_of(process), seen, errors.read_text()

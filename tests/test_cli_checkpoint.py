@@ -133,6 +133,19 @@ def test_killed_while_it_saves(straight: Run, tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == ["step-00000009", "step-00000010"]
 
 
+def test_stopped_twice_while_it_saves(tmp_path: Path) -> None:
+    """Then it ends at once: nothing of the slow save is left, and the run can be gone on with."""
+    out, folder = tmp_path / "out", tmp_path / "saves"
+    settings = ["train.steps=6", "checkpoint.every=2", f"checkpoint.path={folder}"]
+    slow = "checkpoint.limit=1MB/s"
+    code, text, errors = interrupt(out, *settings, slow, line="saving step-", signal=signal.SIGINT, twice=True)
+    assert code == 130, errors
+    assert f"gave up the checkpoint {folder / 'step-00000002'}" in text
+    assert os.listdir(folder) == []
+    done = train(out, *settings, flags=("--resume",))
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_newest_is_gone_on_from(straight: Run, tmp_path: Path) -> None:
     """A checkpoint that is younger than the snapshot; then back by name, and on from there, not from what is later."""
     out, folder = tmp_path / "out", tmp_path / "saves"

@@ -264,6 +264,27 @@ def test_close_waits_for_a_save(tmp_path: Path) -> None:
     assert read_index(tmp_path / "save").tensors
 
 
+def test_cancelled(run: Tiered, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it stays, the one before does, training and the next save go on; once it is over, nothing happens."""
+    folder = tmp_path / "saves"
+    before = sorted(os.listdir(folder))
+    going = tz.save(run.model, folder / "two", run.optimizer, limit=1 << 20)
+    going.cancel()
+    assert going.done()
+    assert sorted(os.listdir(folder)) == before
+    with pytest.raises(tz.TierzeroError, match="two was cancelled: nothing of it is left"):
+        going.result()
+    one_more = tz.save(run.model, folder / "two", run.optimizer, wait=True)
+    one_more.cancel()
+    assert one_more.result() == folder / "two"
+    forgotten = tz.save(run.model, folder / "three", run.optimizer, limit=1 << 20)
+    forgotten.cancel()
+    forgotten.finish()
+    assert not caplog.records
+    tz.load(run.model, folder / "two", run.optimizer)
+    assert read_index(folder / "one").tensors
+
+
 def test_what_a_save_says_of_itself(run: Tiered, tmp_path: Path) -> None:
     """While it goes on, when it is done and when it has failed: place, progress, size, reason."""
     going = tz.save(run.model, tmp_path / "saves" / "two", run.optimizer, limit=1 << 20)

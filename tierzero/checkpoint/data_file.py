@@ -216,6 +216,10 @@ class Writer:
         self._error = self._error or error
         self._free.put_nowait(buffer)
 
+    def cancel(self, error: BaseException) -> None:
+        """Begin no buffer any more: whoever writes or finishes gets `error`."""
+        self._error = self._error or error
+
     async def finish(self) -> None:
         """Return when everything is written."""
         await self.abandon()

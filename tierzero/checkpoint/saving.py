@@ -67,6 +67,7 @@ class Saving:
         self._limit = limit
         self._error: BaseException | None = None
         self._seen = False
+        self._cancelled = False
         self._done = False
         self._waited_for = 0  # by how many threads
         self.pid = os.getpid()
@@ -166,9 +167,22 @@ class Saving:
             raise error
         return self.path
 
+    def cancel(self) -> None:
+        """Give it up, unless all is written but for its index: nothing of it stays, and earlier checkpoints do. Returns
+        when it is over; `result` then raises TierzeroError.
+        """
+
+        def stop() -> None:
+            if self._writer is not None:
+                self._cancelled = True
+                self._writer.cancel(TierzeroError(f"the save into {self.path} was cancelled: nothing of it is left"))
+
+        self._engine.loop.do(stop)
+        self.wait()
+
     def finish(self) -> None:
         """Wait, and log what it failed with if nobody has seen that: at close(), and as the process ends."""
-        error = None if self._seen else self.exception()
+        error = None if self._seen or self._cancelled else self.exception()
         if error is not None:
             log.error("the checkpoint %s was not written: %s", self.path, error)
 

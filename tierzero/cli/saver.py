@@ -83,11 +83,12 @@ class Saver:
 
     def settle(self) -> None:
         """Wait for the one that goes on, and say how it went."""
-        one, self._going = self._going, None
+        one = self._going
         if one is None:
             return
         begun = time.perf_counter()
         error = one.exception()
+        self._going = None
         self._waited += time.perf_counter() - begun
         if error is None:
             self._done.append(one)
@@ -97,6 +98,13 @@ class Saver:
             self._fails(one.path, error)
         else:
             raise error
+
+    def cancel(self) -> None:
+        """Give up the one that goes on: the run is to end at once."""
+        one, self._going = self._going, None
+        if one is not None and not one.done():
+            one.cancel()
+            self.view.say(f"gave up the checkpoint {one.path}")
 
     def _fails(self, path: Path, error: TierzeroError | OSError) -> None:
         self._failed += 1

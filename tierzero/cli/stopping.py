@@ -34,9 +34,9 @@ class StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        self._restore()
         # written directly: printing from a handler could wait for a lock that the interrupted code holds
         os.write(2, b"\nstopping after this step, then saving (once more: stop at once)\n")
-        self._restore()
 
 
 class Stopped(BaseException):

@@ -142,6 +142,13 @@ class Trainer:
         """Steps until train.steps or until `stop()`, with checkpoints on the way and one at the end. `traced` records
         some of them.
         """
+        try:
+            self._run(log, stop, traced)
+        except (KeyboardInterrupt, SystemExit):  # at once, then: close() would wait for it
+            self.saver.cancel()
+            raise
+
+    def _run(self, log: RunLog, stop: Callable[[], bool], traced: StepTrace) -> None:
         train = self.config.train
         if self.saved is None:
             self.save(None)  # from here on a crash at any moment can be resumed
