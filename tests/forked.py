@@ -11,6 +11,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,8 +23,22 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "tierzero.cli.train"])
 
 
+def _ready() -> None:
+    """Start the server, if it does not run yet: with the installed package, not with one in the current directory."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 def start(work: Callable[..., None], *arguments: Any, errors: Path) -> tuple[BaseProcess, TextIO]:
     """(process, its output) of `work(*arguments)`, a function of a module; what it says on stderr goes into a file."""
+    _ready()
     receiving, sending = _SERVER.Pipe(duplex=False)
     process = _SERVER.Process(target=_begin, args=(work, arguments, sending, errors, os.getcwd(), dict(os.environ)))
     process.start()

@@ -174,6 +174,7 @@ def summary(**values: object) -> dict[str, object]:
         "first_loss": None,
         "guesses": 0,
         "stall_s": {},
+        "checkpoints": None,
         "proc_io_read": None,
         "proc_io_written": None,
         **values,

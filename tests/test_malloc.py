@@ -82,7 +82,7 @@ assert faults < 8 * 24 * 512 / 8, faults  # an eighth of all pages anew each tim
 
 
 def test_the_environment_wins() -> None:
-    run("from tierzero import malloc; assert malloc._LIBC is None", MALLOC_TRIM_THRESHOLD_="131072")
+    run("from tierzero.paging import malloc; assert malloc._LIBC is None", MALLOC_TRIM_THRESHOLD_="131072")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, (2 << 20) - 1, 2 << 20, 5 << 20])
