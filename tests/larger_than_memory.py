@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WIDTH = 1024
 RANK = 4
-STEPS = 2
+STEPS = 3
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05}
 
 
