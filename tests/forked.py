@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -90,6 +91,7 @@ def _begin(
 ) -> None:
     """In the process: takes on what the caller has, then works."""
     gc.freeze()  # collections leave out what the server has loaded
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is born to ignore it
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
