@@ -3,7 +3,7 @@
 First fio's settings are swept for the best at reading, writing and both at once (engine, block, depth, registered
 buffers and files, huge pages), and the settings of DeepSpeed's handle in huge pages. Then everything is measured in
 turns, round after round, each in a process of its own; medians count. All use O_DIRECT on the same file, which was
-written in full before.
+written in full before, and move the same bytes: a sample is its size --passes times, with the queue's end in it.
 
     python benchmarks/nvme.py [--json] [--nvme DIR] [--size 2GiB] [--rounds 7] [--deepspeed-python PYTHON]
 
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ Sample = dict[str, float]  # nbytes, seconds, cpu
 Measure = Callable[[], Sample]
 
 
-def by_fio(job: fio.Job, kind: str, file: str, size: int, seconds: float) -> Sample:
-    result = fio.run(job, kind, [file], size, seconds)
+def by_fio(job: fio.Job, kind: str, file: str, size: int, passes: int) -> Sample:
+    threads = next((int(word.split("=")[1]) for word in job.extra if word.startswith("--numjobs=")), 1)
+    whole = replace(job, extra=(*job.extra, f"--io_size={passes * size // threads}"))
+    result = fio.run(whole, kind, [file], size)
     return {"nbytes": result.nbytes, "seconds": result.seconds, "cpu": result.cpu}
 
 
@@ -92,22 +95,22 @@ def compare(args: argparse.Namespace, directory: str, say: Callable[[str], None]
     with ExitStack() as stack:
         preallocate(file, size)
         own = stack.enter_context(Worker([sys.executable, str(Path(__file__).parent / "nvme_own.py"), file]))
-        own.ask(kind="fill")
+        own.ask(kind="write", passes=1)
         measures: dict[str, Measure] = {}
         chosen: dict[str, tuple[fio.Job, fio.Job, list[dict[str, Any]]]] = {}
         for kind in KINDS:
             best, ring, _ = chosen[kind] = best_fio(kind, file, size, args.sweep_seconds, say)
-            measures[f"tierzero {kind}"] = partial(own.ask, kind=kind, seconds=args.seconds)
-            measures[f"fio {kind}"] = partial(by_fio, best, kind, file, size, args.seconds)
+            measures[f"tierzero {kind}"] = partial(own.ask, kind=kind, passes=args.passes)
+            measures[f"fio {kind}"] = partial(by_fio, best, kind, file, size, args.passes)
             if ring != best:
-                measures[f"fio io_uring {kind}"] = partial(by_fio, ring, kind, file, size, args.seconds)
+                measures[f"fio io_uring {kind}"] = partial(by_fio, ring, kind, file, size, args.passes)
         handles: dict[str, dict[str, Any]] = {}
         if args.deepspeed_python:
             huge = stack.enter_context(deepspeed_worker(args.deepspeed_python, file, huge=True))
             plain = stack.enter_context(deepspeed_worker(args.deepspeed_python, file, huge=False))
             for kind in ("read", "write"):
-                handles[kind] = best_handle(kind, huge, args.sweep_seconds, say)
-                ask = {"kind": kind, "seconds": args.seconds}
+                handles[kind] = best_handle(kind, huge, say)
+                ask = {"kind": kind, "passes": args.passes}
                 measures[f"deepspeed {kind}"] = partial(huge.ask, **ask, **handles[kind])
                 measures[f"deepspeed defaults {kind}"] = partial(plain.ask, **ask, **HANDLE_DEFAULTS)
         samples = in_turns(measures, args.rounds, say)
@@ -118,7 +121,7 @@ def compare(args: argparse.Namespace, directory: str, say: Callable[[str], None]
         "huge_pages": {name: many[-1]["huge"] for name, many in samples.items() if "huge" in many[-1]},
         "rounds": args.rounds,
         "size": size,
-        "seconds": args.seconds,
+        "passes": args.passes,
         "kernel": platform.release(),
         "fio": fio.version(),
         "sweep": {kind: swept for kind, (_, _, swept) in chosen.items()},
@@ -159,8 +162,8 @@ def main() -> None:
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
     parser.add_argument("--size", default="2GiB", help="of the file")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.2, help="of every measurement")
-    parser.add_argument("--sweep-seconds", type=float, default=0.5, help="of every measurement of the sweeps")
+    parser.add_argument("--passes", type=int, default=2, help="over the file that a measurement is")
+    parser.add_argument("--sweep-seconds", type=float, default=0.5, help="of every measurement of fio's sweeps")
     parser.add_argument("--deepspeed-python", default="", help="a Python with deepspeed")
     args = parser.parse_args()
     if fio.version() is None:

@@ -1,6 +1,6 @@
 """tierzero's side of nvme.py: the engine and its memory as they come, nothing set, asked for records of 128 MiB.
 
-A question is {"kind": "read" | "write" | "mixed", "seconds": s}; the first argument is the file.
+A question is {"kind": "read" | "write" | "mixed", "passes": n}; the first argument is the file.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def main() -> None:
         if question["kind"] == "describe":
             return {key: value for key, value in described.items() if key != "drives"}
         how = {"request": MOST_REQUEST, "engine": engine}
-        if question["kind"] == "fill":
-            sample = run(setting, target, buffers, "write", nbytes=target.size, **how)
-        else:
-            sample = run(setting, target, buffers, question["kind"], seconds=question["seconds"], **how)
+        sample = run(setting, target, buffers, question["kind"], nbytes=question["passes"] * target.size, **how)
         return {
             "nbytes": sample.moved,
             "seconds": sample.seconds,

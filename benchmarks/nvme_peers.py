@@ -81,12 +81,12 @@ def handle_settings() -> list[dict[str, Any]]:
     ]
 
 
-def best_handle(kind: str, worker: Worker, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+def best_handle(kind: str, worker: Worker, say: Callable[[str], None]) -> dict[str, Any]:
     """The fastest setting of DeepSpeed's handle in huge pages."""
     settings = handle_settings()
     rates = []
     for setting in settings:
-        answer = worker.ask(kind=kind, seconds=seconds, **setting)
+        answer = worker.ask(kind=kind, passes=1, **setting)
         rates.append(answer["nbytes"] / answer["seconds"])
         say(f"deepspeed {kind}: {setting}: {rates[-1] / 1e9:.2f} GB/s")
     order = sorted(range(len(settings)), key=rates.__getitem__, reverse=True)[:4]
@@ -94,6 +94,6 @@ def best_handle(kind: str, worker: Worker, seconds: float, say: Callable[[str], 
     again: dict[int, list[float]] = {index: [] for index in order}
     for index in order:
         for _ in range(3):
-            answer = worker.ask(kind=kind, seconds=seconds, **settings[index])
+            answer = worker.ask(kind=kind, passes=1, **settings[index])
             again[index].append(answer["nbytes"] / answer["seconds"])
     return settings[max(order, key=lambda index: sorted(again[index])[1])]

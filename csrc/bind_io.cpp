@@ -272,7 +272,7 @@ void bind_io(nb::module_& m) {
                     std::chrono::duration<double>(std::min(deadline, 1e9)));
                 new (self) PyEngine(std::make_shared<Engine>(options));
             },
-            nb::kw_only(), nb::arg("kind") = "auto", nb::arg("block") = 8 << 20, nb::arg("depth") = 16,
+            nb::kw_only(), nb::arg("kind") = "auto", nb::arg("block") = 4 << 20, nb::arg("depth") = 32,
             nb::arg("threads") = 0, nb::arg("deadline") = 60.0, nb::arg("limit") = 0)
         .def_prop_ro("name", [](const PyEngine& e) { return e.core->name(); })
         .def_prop_ro("block", [](const PyEngine& e) { return e.core->options().block; })

@@ -23,9 +23,9 @@ enum class EngineKind { automatic, uring, pool };
 
 struct EngineOptions {
     EngineKind kind = EngineKind::automatic;
-    std::size_t block = 8 << 20;  // bytes of a piece, a multiple of 4096
-    unsigned depth = 16;          // blocks in flight per drive
-    unsigned threads = 0;         // of a pool, per drive; 0: depth
+    std::size_t block = 4 << 20;  // bytes of a piece, a multiple of 4096; drives take no more in one request
+    unsigned depth = 32;          // blocks in flight per drive
+    unsigned threads = 0;         // of a pool, per drive; 0: depth, at most 16
     std::chrono::nanoseconds deadline = std::chrono::seconds(60);
     std::uint64_t limit = 0;  // bytes per second of each drive, reads and writes together; 0: none
     SysCalls calls = SysCalls::real();

@@ -46,7 +46,7 @@ Lanes::Entry Lanes::make(const Member& member) {
     LaneOptions options;
     options.block = options_.block;
     options.depth = options_.depth;
-    options.threads = options_.threads ? options_.threads : options_.depth;
+    options.threads = options_.threads ? options_.threads : std::min(options_.depth, 16u);
     options.calls = options_.calls;
     options.node = drive_node(member.device());
     options.pacer = pacer_of(member.device());

@@ -92,7 +92,7 @@ def test_measured_drives_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     shared = {"path": str(tmp_path), "when": "2026-01-01T00:00:00Z", "kernel": "6", **rates}
     model = make(models.Net)
     with tiered(model, over(model, where)) as run:
-        assert (run.engine.io.native.block, run.engine.store.layout.weights) == (8 << 20, (1, 1))
+        assert (run.engine.io.native.block, run.engine.store.layout.weights) == (4 << 20, (1, 1))
     profiles.save(
         profiles.Profile(device=profiles.drive_key(tmp_path), engine="pool", block=1 << 20, depth=5, **shared)
     )

@@ -213,18 +213,18 @@ class Engine:
     """Reads and writes in pieces of `block` bytes (a multiple of 4096), `depth` of them in flight on each drive.
 
     kind: "auto": io_uring where it really works and the file does direct I/O, else a pool of threads with pread and
-    pwrite; "uring": OSError where it does not work; "pool". threads: of the pool, per drive; 0: `depth`. deadline:
-    seconds that the drive may leave one piece unanswered: then its request fails with OSError(ETIMEDOUT) and a list of
-    what was pending, while its buffer stays alive until the drive answers; until then nothing else is written to that
-    file. limit: bytes per second of each drive, reads and writes together, from 1,000,000 on; 0: none.
+    pwrite; "uring": OSError where it does not work; "pool". threads: of the pool, per drive; 0: `depth`, at most 16.
+    deadline: seconds that the drive may leave one piece unanswered: then its request fails with OSError(ETIMEDOUT) and
+    a list of what was pending, while its buffer stays alive until the drive answers; until then nothing else is written
+    to that file. limit: bytes per second of each drive, reads and writes together, from 1,000,000 on; 0: none.
     """
 
     def __init__(
         self,
         *,
         kind: str = "auto",
-        block: int = 8388608,
-        depth: int = 16,
+        block: int = 4194304,
+        depth: int = 32,
         threads: int = 0,
         deadline: float = 60.0,
         limit: int = 0,

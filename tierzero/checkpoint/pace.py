@@ -1,11 +1,12 @@
-"""How fast a save goes on beside training: as fast as the drive lets it, until training waits for the drive.
+"""How fast a save goes on beside training: faster and faster, until training waits for the drive.
 
 Note [pace]
 What a save reads and writes costs training nothing while the drive has time left, and its whole time where the drive is
 what a step waits for. The two are told apart by what is counted anyway: how long the training thread waited for
-fetches, updates and gradients, and how long the drive was busy for it. While it waits for a busy drive, the save rests
-after each buffer, twice as long as before in each window of time, until it takes only SHARE of the drive's time; while
-it does not, half as long. What a buffer costs is the least that one has taken: the rest of its time it stood in line.
+fetches, updates and gradients, and how long the drive was busy for it. The save begins with SHARE of the drive's time:
+after each buffer it rests. In each window of time in which training does not wait for a busy drive it rests half as
+long, otherwise twice as long, up to that. What a buffer costs is the least that one has taken: the rest of its time it
+stood in line.
 Whoever waits for the save ends that.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Callable
 
 from tierzero.monitoring.metrics import Metrics
 
-SHARE = 0.04  # of the drive's time that a save takes at least
+SHARE = 0.03  # of the drive's time that a save takes at least
 _MOST = (1 - SHARE) / SHARE  # seconds of rest for one of I/O
 _WINDOW = 0.25  # seconds
 _WAITS = 0.02  # of the time that training waits: less is no bottleneck
@@ -33,10 +34,7 @@ class Pace:
         self._now = now
         self.metrics = metrics
         self.hurry = hurry
-        last = metrics.last_step
-        waited = sum(last.parts_s[part] for part in ("fetch", "update", "gradient")) if last is not None else 0.0
-        # what it has not begun to disturb waits for the drive already, or for what is no business of a save
-        self.rest = _MOST if last is not None and waited > _WAITS * last.wall_s else 0.0
+        self.rest = _MOST
         self._least = math.inf  # seconds for a byte
         self._then = self._look()
 

@@ -69,7 +69,7 @@ class Setup:
     width: int = WIDTH
     slots: int = 8
     chunk: int = 256 * 1024
-    block: int = 8 << 20
+    block: int = 4 << 20
     clip: bool = True
     micro: int = 1
 

@@ -42,7 +42,7 @@ class Tiers:
     that others use too, or to see how a run would fare on a slower one; None: none.
     link_limit: the same for parameters on their way to the compute device; None: none.
     nvme_block: bytes of one piece of I/O, a multiple of 4096 up to 1 GiB; None: what `tierzero bench nvme` found best
-    on the drive, or 8 MiB.
+    on the drive, or 4 MiB.
     """
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None

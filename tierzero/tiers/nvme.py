@@ -33,16 +33,16 @@ class NativeEngine:
     def __init__(
         self,
         kind: str = "auto",
-        block: int = 8 << 20,
-        depth: int = 16,
+        block: int = 4 << 20,
+        depth: int = 32,
         deadline: float = 60.0,
         threads: int = 0,
         limit: int = 0,
     ) -> None:
         """kind: "uring", "pool" (threads doing pread and pwrite), or "auto": io_uring where it works, else the pool.
         block: bytes of one piece of a request. depth: pieces in flight per drive. deadline: seconds for one piece, then
-        its request fails with ETIMEDOUT. threads: of the pool per drive, 0 for as many as `depth`. limit: bytes per
-        second of each drive, reads and writes together; 0: none.
+        its request fails with ETIMEDOUT. threads: of the pool per drive, 0 for as many as `depth`, 16 at most. limit:
+        bytes per second of each drive, reads and writes together; 0: none.
         """
         self.native = _module().Engine(
             kind=kind, block=block, depth=depth, threads=threads, deadline=deadline, limit=limit
