@@ -60,6 +60,8 @@ def run(config: Config, wanted: Wanted, *, dry_run: bool, quiet: bool, watching:
         origin = find_origin(config, wanted)
         if address is not None:
             prometheus.check(address[1], address[0])  # before a run is made, or an older one removed
+        for problem in origin.skipped if origin is not None else ():
+            view.warn(problem)
     task = open_task(config)
     model = task.build()
     tiers = choose_tiers(config, model)
