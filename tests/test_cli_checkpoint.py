@@ -211,7 +211,7 @@ def test_a_save_that_fails_ends_nothing(tmp_path: Path) -> None:
         ("{tmp}/file/a/b", "{path} lies below {tmp}/file, which is no directory", 2),
         ("{tmp}/nowhere", "{path} is no directory", 2),
         ("{tmp}/nowhere/a", "{path} lies below {tmp}/nowhere, which is no directory", 2),
-        ("{tmp}/around", "{path} is no directory", 2),
+        ("{tmp}/around", "'{path}' leads around in symbolic links", 2),
         ("/dev/null/a", "{path} lies below /dev/null, which is no directory", 2),
         ("/proc/self/a/b", "{path}, as no directory can be made in /proc/self: ", 1),
         ("/proc/self/task", "{path}, as no directory can be made in /proc/self/task: ", 1),
