@@ -73,7 +73,8 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-PLAN = ["plan", *"--params 7e9 --layers 32 --hidden 4096 --gpu h200 --nvme 7GB/s --ram 64GiB".split()]
+MODEL = ["--params=7e9", "--layers=32", "--hidden=4096"]
+PLAN = ["plan", *MODEL, "--gpu=h200", "--nvme=7GB/s", "--ram=64GiB"]
 
 
 def test_narrow_terminals_cut_nothing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

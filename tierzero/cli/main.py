@@ -19,7 +19,7 @@ from tierzero.cli.commands.plan import plan
 from tierzero.cli.commands.report import report
 from tierzero.cli.commands.train import train
 from tierzero.cli.commands.tune import tune
-from tierzero.errors import ConfigError, TierzeroError, describe
+from tierzero.errors import NO_ROOM, ConfigError, TierzeroError, describe
 
 app = typer.Typer(
     name="tierzero",
@@ -72,7 +72,7 @@ def _sentences() -> Iterator[None]:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
             raise typer.Exit(1) from None
         said = describe(error)
-        if isinstance(error, OSError) and error.filename is None and _output_fails():
+        if isinstance(error, OSError) and error.filename is None and error.errno in NO_ROOM and _output_fails():
             said = f"the output cannot be written: {said}"
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
         for line in said.splitlines():
@@ -81,9 +81,9 @@ def _sentences() -> Iterator[None]:
 
 
 def _output_fails() -> bool:
-    """Whether what was printed still waits for a drive that does not take it."""
+    """Whether a drive does not take what is printed; it is tried."""
     try:
-        sys.stdout.flush()
+        print(flush=True)
     except OSError:
         return True
     return False
