@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find tierzero csrc -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
-INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
+INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
 ABOUT := the first time takes minutes: torch alone is hundreds of MB to fetch, and the native extension is compiled
 
 # one more than there are cores, as some wait for drives and other processes, but not over four
