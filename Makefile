@@ -8,8 +8,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find tierzero csrc -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.hpp')
-INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find tierzero csrc -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
+INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
+ABOUT := the first time takes minutes: torch alone is hundreds of MB to fetch, and the native extension is compiled
 
 # one more than there are cores, as some wait for drives and other processes, but not over four
 PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
@@ -41,18 +42,22 @@ bench: $(VENV)/.installed
 dev: $(VENV)/.dev-installed
 
 $(BIN)/pip:
-	$(PYTHON) -m venv $(VENV)
+	@echo "1 of 2: making the environment $(VENV) for $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/pip $(SOURCES)
-	$(INSTALL) .
+	@echo "2 of 2: installing tierzero and its packages into $(VENV) ($(ABOUT))"
+	@$(INSTALL) .
 	@touch $@
 
 $(VENV)/.test-installed: $(BIN)/pip $(SOURCES)
-	$(INSTALL) '.[test]'
+	@echo "2 of 2: installing tierzero, its packages and those of its tests into $(VENV) ($(ABOUT))"
+	@$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.dev-installed: $(BIN)/pip $(SOURCES)
-	$(INSTALL) '.[test,dev]'
+	@echo "2 of 2: installing tierzero, its packages and those of its tests and checks into $(VENV) ($(ABOUT))"
+	@$(INSTALL) '.[test,dev]'
 	@touch $@ $(VENV)/.test-installed $(VENV)/.installed
 
 clean:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 
 from tierzero.storage.store import Store
@@ -29,6 +31,25 @@ def crash(store: Store) -> None:
     store.file.close()
     store._lock.release(remove=False)
     store._closed = True
+
+
+def kill_a_child(code: str, arguments: Sequence[object], lines: int, before: int, errors: Path) -> tuple[int, int]:
+    """Run `code` in a process, which prints `step N` when it has committed N, and kill -9 it after `lines` lines.
+
+    Returns (its pid, the last step that it had told; `before` if none).
+    """
+    process, output = forked.start(forked.source, code, arguments, errors=errors)
+    pid, committed = process.pid, before
+    assert pid is not None
+    with output:
+        for number, line in enumerate(output, 1):  # after the signal, what it had told before that arrived
+            word, *rest = line.split()
+            if word == "step":
+                committed = int(rest[0])
+            if number == lines:
+                process.kill()
+    assert forked.code_of(process) == -signal.SIGKILL, errors.read_text()
+    return pid, committed
 
 
 def faulty(plan: list[Fault]) -> Callable[[str, Any], BlockFile]:

@@ -14,6 +14,7 @@ from cli_process import interrupt, losses, metrics, tierzero, tierzero_here, tra
 from safetensors.torch import load_file
 
 import tierzero as tz
+from tierzero.cli import portable
 
 SETTINGS = ["train.steps=10", "train.save_every=4"]
 Run = tuple[Path, str]
@@ -119,6 +120,11 @@ def test_killed_while_it_saves(straight: Run, tmp_path: Path) -> None:
         ("step-00000003", "complete"),
         ("step-00000006", "partial"),
     ]
+    for path in (out, out.parent):
+        told = {
+            one["path"]: one["state"] for one in json.loads(tierzero_here("ckpt", "ls", str(path), "--json").stdout)
+        }
+        assert told == {one["path"]: one["state"] for one in found} | {str(out / "store"): "complete"}
     code, text, errors = interrupt(out, *settings, flags=("--resume",), line="step 4/", signal=signal.SIGTERM)
     assert code == 0, errors
     assert f"resumed after step 3 of 10 from {folder / 'step-00000003'}" in text
@@ -198,16 +204,53 @@ def test_a_save_that_fails_ends_nothing(tmp_path: Path) -> None:
     assert (out / "export" / "model.safetensors").exists()
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    """An error of the system is a sentence too, with the path in it once."""
+@pytest.mark.parametrize(
+    ("path", "said", "code"),
+    [
+        ("{tmp}/file", "{path} is a file", 2),
+        ("{tmp}/file/a/b", "{path} lies below {tmp}/file, which is no directory", 2),
+        ("{tmp}/nowhere", "{path} is no directory", 2),
+        ("{tmp}/nowhere/a", "{path} lies below {tmp}/nowhere, which is no directory", 2),
+        ("{tmp}/around", "'{path}' leads around in symbolic links", 2),
+        ("/dev/null/a", "{path} lies below /dev/null, which is no directory", 2),
+        ("/proc/self/a/b", "{path}, as no directory can be made in /proc/self: ", 1),
+        ("/proc/self/task", "{path}, as no directory can be made in /proc/self/task: ", 1),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--dry-run",), ("--overwrite",)])
+def test_a_directory_that_cannot_be_made(
+    path: str, said: str, code: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Refused before anything begins, in a sentence with the path, and nothing is left of the trial."""
     (tmp_path / "file").touch()
-    path = tmp_path / "file" / "saves"
-    done = train(tmp_path / "out", "train.steps=2", "train.warmup=0", "checkpoint.every=1", f"checkpoint.path={path}")
-    assert done.returncode == 1
-    said = next(line for line in done.stderr.splitlines() if line.startswith("warning: "))
-    assert "was not written, and training goes on without it: " in said
-    assert "Not a directory [errno " in said
-    assert "[Errno" not in said
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "around").symlink_to(tmp_path / "around")
+    path = path.format(tmp=tmp_path)
+    done = train(tmp_path / "out", "checkpoint.every=1", f"checkpoint.path={path}", flags=flags)
+    assert done.returncode == code, done.stderr
+    errors = done.stderr.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert said.format(tmp=tmp_path, path=path) in errors[0]
+    assert "[Errno" not in errors[0]
+    assert sorted(os.listdir(tmp_path)) == ["around", "file", "nowhere"]
+
+
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    """Also by a user who is not root: run as one where that can be."""
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    path = tmp_path / "locked" / "saves"
+    done = train(tmp_path / "out", "checkpoint.every=1", f"checkpoint.path={path}")
+    assert (done.returncode, (tmp_path / "out").exists()) == (1, False)
+    assert f"no directory can be made in {path.parent}: Permission denied" in done.stderr
+
+
+def test_nothing_is_left_of_the_trial(tmp_path: Path) -> None:
+    done = train(tmp_path / "out", "checkpoint.every=1", f"checkpoint.path={tmp_path}/a/b", flags=("--dry-run",))
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture
@@ -278,6 +321,73 @@ def test_a_damaged_index(length: int, copy: Path, tmp_path: Path) -> None:
     assert f"{last / 'tierzero.json'} cannot be read" in text
     found = json.loads(tierzero_here("ckpt", "ls", str(copy), "--json").stdout)
     assert {one["state"] for one in found if one["path"] == str(last)} == {"damaged"}
+
+
+def damage(index: Path, how: str) -> None:
+    """Nothing can tell then what the checkpoint holds; of "second line" alone whose it is."""
+    if how in ("gone", "folder"):
+        index.unlink()
+        if how == "folder":
+            index.mkdir()
+    elif how == "noise":
+        index.write_bytes(bytes(range(256)) * 20)
+    else:
+        os.truncate(index, {"empty": 0, "first line": 10, "second line": 1000}[how])
+
+
+@pytest.mark.parametrize("how", ["empty", "first line", "second line", "noise", "gone", "folder"])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_resume_passes_over_a_damaged_index_aloud(
+    how: str, elsewhere: bool, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, with what is wrong and the older one that is gone on from instead; with none left it is refused."""
+    out = Path(shutil.copytree(straight[0], tmp_path / "out"))
+    shutil.rmtree(out / "store")
+    folder = out / "checkpoints"
+    settings = list(SETTINGS)
+    if elsewhere:
+        folder = folder.rename(tmp_path / "saves")
+        settings += ["checkpoint.every=20", f"checkpoint.path={folder}"]
+        monkeypatch.setattr(portable, "owner_of", lambda meta: None)  # as if the run had been moved, not copied
+    last, before = folder / "step-00000010", folder / "step-00000009"
+    damage(last / "tierzero.json", how)
+    done = train(out, *settings, flags=("--resume", "--quiet"))
+    said = next(line for line in done.stderr.splitlines() if line.startswith("warning: "))
+    assert f"{last} is damaged and passed over, going on from the older {before}, after step 9: " in said
+    assert "tierzero.json" in said.partition("after step 9: ")[2]
+    assert ("Move it away" in said) == (how != "second line")
+    assert [line["step"] for line in metrics(out)] == list(range(1, 11))
+    if elsewhere and how != "second line":  # the name is taken
+        assert done.returncode == 1
+        assert f"the checkpoint {last} was not written" in done.stderr
+        assert "move it away" in done.stderr or how == "gone"
+    else:
+        assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    same_end(out, straight[0])
+    shutil.rmtree(out / "store")
+    damage(last / "tierzero.json", "first line") if how == "second line" else None
+    damage(before / "tierzero.json", how)
+    text = refused(out, *settings, flags=("--resume",))
+    assert "there is nothing to resume" in text
+    assert str(before) in text
+    assert str(last) in text
+
+
+@pytest.mark.parametrize("how", ["empty", "second line"])
+def test_resume_from_an_older_snapshot_is_said(how: str, tmp_path: Path) -> None:
+    """Also then: the checkpoint had got further."""
+    out, folder = tmp_path / "out", tmp_path / "saves"
+    settings = ["train.save_every=100", "checkpoint.every=3", f"checkpoint.path={folder}"]
+    code, _, errors = interrupt(out, *settings, line=f"saved {folder / 'step-00000003'}", signal=signal.SIGKILL)
+    assert code == -signal.SIGKILL, errors
+    names = saved(folder)
+    for name in names:
+        damage(folder / name / "tierzero.json", how)
+    code, text, errors = interrupt(out, *settings, flags=("--resume",), line="resumed", signal=signal.SIGKILL)
+    assert "resumed after step 0 of" in text
+    for name in names:
+        older = f"going on from the older snapshot in {out / 'store'}, after step 0: "
+        assert f"warning: {folder / name} is damaged and passed over, {older}" in errors
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])

@@ -218,6 +218,22 @@ def test_one_that_cannot_be_read_hides_no_other(copy: Path) -> None:
     assert (copy / "store" / "data.bin").exists()
 
 
+def test_several_of_one_name(copy: Path) -> None:
+    """None of them is taken unasked, unless it is the only whole one."""
+    shutil.copytree(copy / "store", copy / "other")
+    for words in (["show"], ["verify"], ["export", copy / "out"], ["rm", "--yes"]):
+        said = ckpt(words[0], copy, *words[1:], "--name", "here", code=2)
+        assert "several checkpoints called 'here'" in said
+        assert str(copy / "store") in said
+        assert str(copy / "other") in said
+        assert "step-1" not in said
+    assert str(copy / "other") in ckpt("show", copy / "other", "--name", "here")
+    os.truncate(copy / "store" / "data.bin", 4096)
+    assert f"here in {copy / 'other'} is whole" in ckpt("verify", copy, "--name", "here")
+    assert "several checkpoints called" in ckpt("rm", copy, "--name", "here", "--yes", code=2)
+    assert len(listed(copy)) == 4
+
+
 def test_rm(copy: Path) -> None:
     """Asks, needs a name where it is not clear, leaves others alone; with its last snapshot a store goes."""
     saved = copy / "saved"

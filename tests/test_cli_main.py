@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_process import python_path, tierzero
+from cli_process import CODE, TINY, python_path, tierzero, tierzero_here
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help", "-h"])
@@ -71,3 +71,48 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = tierzero("train", "--set", "train.lr=-1", cwd=tmp_path, env=python_path() | {"TIERZERO_DEBUG": "1"})
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+
+
+MODEL = ["--params=7e9", "--layers=32", "--hidden=4096"]
+PLAN = ["plan", *MODEL, "--gpu=h200", "--nvme=7GB/s", "--ram=64GiB"]
+
+
+def test_narrow_terminals_cut_nothing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words and figures are folded, and all of their letters are there."""
+    settings = [word for setting in (*TINY, f"train.out={tmp_path}/out") for word in ("--set", setting)]
+    for command in (PLAN, ["train", "--dry-run", *settings]):
+        said = {}
+        for columns in (30, 60, 300):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            done = tierzero_here(*command)
+            assert done.returncode == 0, done.stderr
+            said[columns] = done.stdout
+            assert "\u2026" not in done.stdout
+        kept = {columns: sorted(letter for letter in text if letter.isalnum()) for columns, text in said.items()}
+        assert kept[30] == kept[60] == kept[300]
+
+
+def test_output_that_is_not_taken() -> None:
+    """By a full drive: a sentence that says so. Closed from the beginning: nothing is printed, and nothing fails."""
+    command = [sys.executable, "-P", "-c", CODE, *PLAN]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device [errno 28]\n"
+    closed = ["sh", "-c", 'exec "$@" <&- >&-', "sh", *command]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    """By their own names, not by those that they have while they are written."""
+    from tierzero.cli.files import write_atomically
+
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for name in ("nowhere/page.html", "file/page.html", "folder", "n" * 300):
+        with pytest.raises(OSError, match="cannot be written: ") as caught:
+            write_atomically(tmp_path / name, "text")
+        assert caught.value.filename == str(tmp_path / name)
+        assert ".new" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]

@@ -6,10 +6,12 @@ import json
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from cli_process import disk_use, interrupt, losses, train
+from cli_process import CODE, disk_use, interrupt, losses, train, train_arguments
 
 SETTINGS = ["train.steps=10", "train.save_every=3", "train.accumulate=2"]
 
@@ -164,3 +166,36 @@ def test_a_run_never_goes_on_from_the_checkpoint_of_another(tmp_path: Path) -> N
     (moved / "store").rename(gone)
     shutil.rmtree(moved)
     assert train(second, "train.steps=1", f"tiers.nvme={gone}", flags=("--overwrite",)).returncode == 0  # nobody's
+
+
+def test_an_export_that_fails(tmp_path: Path) -> None:
+    """The run is there all the same, and --resume makes up for it."""
+    out, settings = tmp_path / "out", ("train.steps=2", "train.warmup=0")
+    assert train(out, *settings).returncode == 0
+    weights = out / "export" / "model.safetensors"
+    weights.write_text("mine")
+    (out / "summary.json").unlink()
+    done = train(out, *settings, flags=("--resume",))
+    assert done.returncode == 1
+    assert "warning: the run is done and saved, and its weights are not exported: --resume" in done.stderr
+    assert json.loads((out / "summary.json").read_text())["steps"] == 2
+    weights.unlink()
+    done = train(out, *settings, flags=("--resume",))
+    assert done.returncode == 0, done.stderr
+    assert weights.stat().st_size > 4
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    """`tierzero train | head`: it is said on stderr, and the run can be gone on with."""
+    out, settings = tmp_path / "out", ("train.steps=400", "train.warmup=0")
+    command = [sys.executable, "-P", "-c", CODE, *train_arguments(out, *settings)]
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert any(line.startswith("step 2/") for line in output)
+    assert process.wait(240) == 1
+    said = (tmp_path / "errors").read_text()
+    assert said == "warning: nobody reads the output any more, so the run ends: go on with it by --resume\n"
+    done = train(out, "train.steps=2", "train.warmup=0", flags=("--resume",))
+    assert done.returncode == 0, done.stderr

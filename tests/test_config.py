@@ -193,3 +193,16 @@ def test_values_of_odd_kinds_are_a_sentence(setting: str) -> None:
     said = problem(setting)
     assert setting.partition("=")[0] in said
     assert len(said) < 2000
+
+
+@pytest.mark.parametrize("key", ["train.out", "tiers.nvme", "checkpoint.path", "data.path", "model.path"])
+def test_paths_that_lead_nowhere_are_a_sentence(key: str, tmp_path: Path) -> None:
+    """Links that lead around in a circle, at the end or on the way, and names longer than there can be."""
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    for path in ("one", "two/below/it"):
+        said = problem(f"{key}={tmp_path / path}", "checkpoint.every=1")
+        assert said == f"{key} '{tmp_path / path}' leads around in symbolic links: name another path"
+    said = problem(f"{key}={tmp_path}/{'n' * 300}", "checkpoint.every=1")
+    assert said.startswith(key)
+    assert said.endswith("is too long for a path")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tierzero.cli.page.charts import SIZE, groups, line_chart, share_chart, ticks
 from tierzero.cli.page.rundata import median, number
 from tierzero.cli.page.timeline import timeline
-from tierzero.cli.steptrace import check_steps, parse_address, parse_steps
+from tierzero.cli.steptrace import StepTrace, check_steps, parse_address, parse_steps
 from tierzero.errors import ConfigError
 
 VOID = {"meta", "path", "rect", "br"}  # as the page writes them
@@ -241,7 +241,7 @@ def test_numbers() -> None:
     assert math.isnan(median([]))
 
 
-def test_options() -> None:
+def test_options(caplog: pytest.LogCaptureFixture) -> None:
     assert parse_steps("10-12") == (10, 12)
     assert parse_steps("none") == (0, 0)
     for text in ("", "0", "3-2", "1-", "x", "1-2-3", "-1", "9" * 10):
@@ -250,6 +250,10 @@ def test_options() -> None:
     with pytest.raises(ConfigError, match="the run has 9 steps"):
         check_steps("10-12", 9)
     check_steps("9-12", 9)
+    for asked in (None, "4", "5-7"):  # after 4 of 4 steps, only what was asked for is missed
+        caplog.clear()
+        StepTrace(Path("trace.json"), asked, 4, 4)
+        assert ("no trace is recorded" in caplog.text) == (asked == "4")
     assert parse_address("9400") == ("127.0.0.1", 9400)
     assert parse_address("0.0.0.0:80") == ("0.0.0.0", 80)
     assert parse_address("[::1]:80") == ("::1", 80)

@@ -204,7 +204,9 @@ def test_a_full_disk(run: Tiered, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as small:
         usage = shutil.disk_usage(saves)
         small.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(OSError, match=r"the checkpoint needs \d+ bytes and 1000 are free") as caught:
+        with pytest.raises(
+            OSError, match=r"the checkpoint needs [0-9.]+ \wiB and 1000 B is free, [0-9.]+ \wiB too little"
+        ) as caught:
             tz.save(run.model, saves / "two", run.optimizer)
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.filename == str(saves / "two")

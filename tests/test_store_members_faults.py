@@ -6,16 +6,15 @@ import asyncio
 import errno
 import os
 import random
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
+from stores import kill_a_child
 from test_store_members import check, committed, drives, needs_native
 
 from tierzero.storage.store import Store
@@ -49,7 +48,7 @@ def test_one_full_drive_is_named(tmp_path: Path, small_drive: Path, engine: Any,
     scarce = str(small_drive / "store" / "data.bin")
     records = committed(where, engine)
     store = Store(where, engine=engine, resume=True)
-    with pytest.raises(OSError, match=r"more bytes are needed and the drive has \d+ free, as much as") as caught:
+    with pytest.raises(OSError, match=r"MiB more is needed and the drive has [0-9.]+ \w+ free, as much as") as caught:
         store.reserve(64 << 20)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, scarce)
 
@@ -58,7 +57,7 @@ def test_one_full_drive_is_named(tmp_path: Path, small_drive: Path, engine: Any,
             await store.put(f"r{index}", torch.full((3 << 20,), index, dtype=torch.uint8))
 
     async def go() -> None:
-        with pytest.raises(OSError, match=r"'r\d+' of 3145728 bytes") as caught:
+        with pytest.raises(OSError, match=r"'r\d+' of 3\.0 MiB") as caught:
             await put_many()
         count = len(store.current) - len(records)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, scarce)
@@ -117,17 +116,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, engine: Any) -> None:
     draw, committed, where = random.Random(3), 0, drives(tmp_path, 3)
     for _ in range(int(os.environ.get("TIERZERO_KILLS", "4"))):
         order = draw.sample(where, 3)
-        process, output = forked.start(forked.source, CHILD, order, errors=tmp_path / "errors")
-        with output:
-            for _ in range(draw.randrange(1, 25)):
-                word, *rest = output.readline().split()
-                if word == "step":
-                    committed = int(rest[0])
-            process.kill()
-            for line in output:  # what it had committed before the signal arrived
-                if line.startswith("step"):
-                    committed = int(line.split()[1])
-        assert forked.code_of(process) == -signal.SIGKILL
+        _, committed = kill_a_child(CHILD, order, draw.randrange(1, 25), committed, tmp_path / "errors")
         if not committed:
             Store(draw.sample(where, 3), engine=engine).close()
             continue

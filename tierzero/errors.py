@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a drive, a quota or a file that can hold no more
 
 
 class TierzeroError(RuntimeError):

@@ -53,10 +53,10 @@ def _target(label: str, found: Found, encoding: str) -> RenderableType:
 def _grid(found: Found, encoding: str) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for name in ("engine", "block", "depth"):
-        table.add_column(name, justify="left" if name == "engine" else "right")
+        table.add_column(name, justify="left" if name == "engine" else "right", overflow="fold")
     for kind in KINDS:
-        table.add_column(f"{kind} GB/s", justify="right")
-    table.add_column("mixed")
+        table.add_column(f"{kind} GB/s", justify="right", overflow="fold")
+    table.add_column("mixed", overflow="fold")
     top = max(found.rate(setting, "mixed") for setting in found.settings)
     for setting in found.ranking():
         share = found.rate(setting, "mixed") / top if top else 0.0
@@ -75,10 +75,10 @@ def _rates(found: Found) -> Table:
     winner = found.winner
     assert winner is not None
     table = Table(box=None, pad_edge=False)
-    table.add_column("at the best setting")
+    table.add_column("at the best setting", overflow="fold")
     names = ["GB/s", "burst", "sustained", "for", "CPU s/GB"]
     for name in names + (["fio GB/s", "ratio", "fio CPU s/GB"] if found.against else []):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for kind in KINDS:
         row = summary(found, kind)
         cells = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,13 +11,13 @@ import torch
 
 from tierzero.checkpoint.refill import Source, new_region, refill_region
 from tierzero.checkpoint.stored import Stored
+from tierzero.errors import NO_ROOM
 from tierzero.tiers.base import settle
 from tierzero.tiers.readonly import ReadOnlyFile
 from tierzero.units.records import DiskRecord
 from tierzero.units.unit import Unit
 
 _THREADS = 4  # that read: as many requests the drive has at once
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ByRegion:
@@ -95,7 +94,7 @@ async def _fill(unit: Unit, region: str, sources: Mapping[int, Source]) -> None:
         try:
             version = await new_region(unit, region, sources)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in NO_ROOM:
                 raise
         else:
             record.replace(*version)

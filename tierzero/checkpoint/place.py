@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tierzero.checkpoint.index import INDEX, METADATA, OURS, read_head, read_index
 from tierzero.errors import StoreError, TierzeroError, naming
+from tierzero.sizes import format_size
 from tierzero.storage.manifest import sync_directory
 
 log = logging.getLogger("tierzero")
@@ -49,9 +50,10 @@ class Place:
         if not os.path.lexists(target) or (_is_directory(target) and not any(target.iterdir())):
             return
         if not _is_checkpoint(target):
-            raise StoreError(
-                f"{target} is there and is no checkpoint of tierzero, so it is not replaced: save to another path"
-            )
+            damaged = os.path.lexists(target / INDEX)
+            what = f"its {INDEX} cannot be read" if damaged else "is no checkpoint of tierzero"
+            do = "move it away, or save" if damaged else "save"
+            raise StoreError(f"{target} is there and {what}, so it is not replaced: {do} to another path")
         if not self.overwrite:
             raise StoreError(
                 f"there is a checkpoint in {target} already: save to another path, or give overwrite=True to replace it"
@@ -69,8 +71,9 @@ class Place:
         if free < nbytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the checkpoint needs {nbytes} bytes and {free} are free: delete old checkpoints or save to another "
-                "drive. Nothing was changed",
+                f"the checkpoint needs {format_size(nbytes)} and {format_size(free)} is free, "
+                f"{format_size(nbytes - free)} too little: delete old checkpoints or save to another drive. Nothing "
+                "was changed",
                 str(self.target),
             )
 
@@ -123,6 +126,28 @@ def checkpoints_in(parent: Path, run: str | None = None) -> list[tuple[int, Path
                     number = head.get("sequence")
                     found.append((number if type(number) is int else 0, path))
     return sorted(found)
+
+
+def unreadable_in(parent: Path) -> list[Path]:
+    """The directories in `parent` with a checkpoint's files and no index that can be read, so that it is not known
+    whose they are.
+    """
+    found = []
+    for path in sorted(parent.iterdir()):
+        if not _BESIDE.fullmatch(path.name) and _is_directory(path):
+            try:
+                if read_head(path) is None and any(os.path.lexists(path / name) for name in OURS):
+                    found.append(path)
+            except FileNotFoundError:
+                continue  # it goes away meanwhile
+            except OSError:
+                found.append(path)
+    return found
+
+
+def unfinished_in(parent: Path) -> list[Path]:
+    """What saves into `parent` have left that were cut short, or write just now; see Note [names beside]."""
+    return [path for path in sorted(parent.iterdir()) if _BESIDE.fullmatch(path.name) and _is_directory(path)]
 
 
 def check_not_above(directory: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 from functools import cached_property
 from typing import Any
 
 from tierzero.checkpoint.reader import Parts, Reader
 from tierzero.checkpoint.refill import MASTER, Source, Staged, States, new_region, refill_masters, refill_region
 from tierzero.engine import Engine
+from tierzero.errors import NO_ROOM
 from tierzero.optim.adamw import AdamW
 from tierzero.optim.base import TieredOptimizer, home_of
 from tierzero.optim.generic import WrappedOptimizer
@@ -16,8 +16,6 @@ from tierzero.optim.generic_update import replace_states
 from tierzero.units.generic import Kept
 from tierzero.units.records import DiskRecord
 from tierzero.units.unit import Unit
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Units:
@@ -95,7 +93,7 @@ class Units:
                 unit.at_rest(self._stage(unit))
         except OSError as error:
             self.discard()
-            if error.errno not in _FULL:
+            if error.errno not in NO_ROOM:
                 raise
             return False
         return True

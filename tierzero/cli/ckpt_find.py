@@ -13,7 +13,7 @@ from tierzero.checkpoint.index import INDEX
 from tierzero.cli.ckpt_entry import COMPLETE, Entry, Unreadable
 from tierzero.cli.ckpt_portable import Portable
 from tierzero.cli.ckpt_snapshot import snapshots_in
-from tierzero.errors import ConfigError, TierzeroError
+from tierzero.errors import ConfigError, TierzeroError, describe
 from tierzero.storage import manifest as manifests
 from tierzero.storage import members
 
@@ -27,7 +27,7 @@ def find(path: Path) -> list[Entry]:
     found = list(_below(path, path, _DEPTH))
     for note in _notes(path):
         if isinstance(note.get("store"), str) and os.path.isdir(note["store"]):
-            found += snapshots_in(Path(note["store"]))
+            found += _readable(Path(note["store"]), path)
         found += _checkpoints_of(note)
     # a store may be met in several of its directories, a checkpoint on both ways
     seen: dict[Any, Entry] = {}
@@ -44,17 +44,22 @@ def find(path: Path) -> list[Entry]:
 
 def _below(path: Path, base: Path, depth: int) -> Iterator[Entry]:
     """What `path` is, or else what the directories in it are."""
-    try:
-        here = list(_at(path, base))
-    except (OSError, TierzeroError) as error:
-        if path == base:
-            raise
-        here = [Unreadable(path, str(error))]  # which keeps nobody from seeing the others
+    here = _readable(path, base)
     yield from here
     if not here and depth:
         for child in sorted(path.iterdir()):
             if child.is_dir() and not child.is_symlink() and os.access(child, os.R_OK | os.X_OK):
                 yield from _below(child, base, depth - 1)
+
+
+def _readable(path: Path, base: Path) -> list[Entry]:
+    """What `path` itself is; what cannot be read below `base` keeps nobody from seeing the others."""
+    try:
+        return list(_at(path, base))
+    except (OSError, TierzeroError) as error:
+        if path == base:
+            raise
+        return [Unreadable(path, describe(error))] if path.exists() else []
 
 
 def _at(path: Path, base: Path) -> Iterator[Entry]:
@@ -63,14 +68,15 @@ def _at(path: Path, base: Path) -> Iterator[Entry]:
         yield from snapshots_in(path)
     elif (path / INDEX).is_file() or place.written_beside(path) is not None:
         entry = Portable(path)
-        if path != base and place.written_beside(path) is None:
+        if base in path.parents and place.written_beside(path) is None:
             entry.name = str(path.relative_to(base))
         yield entry
 
 
 def _notes(path: Path) -> Iterator[dict[str, Any]]:
-    """What `tierzero train` has written into the directory of a run about its checkpoints."""
-    for file in sorted((path / "checkpoints").glob("*.json")):
+    """What `tierzero train` has written into the directories of runs about their checkpoints."""
+    below = ("*/" * depth + "checkpoints/*.json" for depth in range(_DEPTH))
+    for file in (one for pattern in below for one in sorted(path.glob(pattern))):
         try:
             note = json.loads(file.read_text())
         except (OSError, ValueError, RecursionError):
@@ -80,18 +86,22 @@ def _notes(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _checkpoints_of(note: dict[str, Any]) -> Iterator[Entry]:
-    """The portable checkpoints of the run of a note, wherever they lie."""
+    """The portable checkpoints of the run of a note, wherever they lie; and beside them those of which it cannot be
+    told whose they are.
+    """
     folder, run = note.get("checkpoints"), note.get("run")
     if not isinstance(folder, str) or not isinstance(run, str) or not os.path.isdir(folder):
         return
-    for _, one in place.checkpoints_in(Path(folder), run):
-        entry = Portable(one)
-        entry.name = str(one)
-        yield entry
+    own = [one for _, one in place.checkpoints_in(Path(folder), run)]
+    for one in (*own, *place.unreadable_in(Path(folder)), *place.unfinished_in(Path(folder))):
+        for entry in _readable(one, Path(folder)):
+            entry.name = os.path.join(folder, entry.name)
+            yield entry
 
 
 def find_one(path: Path, name: str | None, *, latest: bool = True) -> Entry:
-    """The checkpoint called `name`, or the only one, or with `latest` the last one that is whole.
+    """The checkpoint called `name`, or the only one, or with `latest` the last one that is whole; of several with that
+    name, the only whole one.
 
     ConfigError if there is none of that name, or it is not clear which one is meant.
     """
@@ -105,6 +115,9 @@ def find_one(path: Path, name: str | None, *, latest: bool = True) -> Entry:
     if len(named) == 1:
         return named[0]
     whole = [entry for entry in named if entry.state == COMPLETE]
+    if name is not None and (not latest or len(whole) != 1):
+        where = ", ".join(str(entry.path) for entry in named)
+        raise ConfigError(f"{path} holds several checkpoints called {name!r}: give the directory of one, of {where}")
     if not latest or not whole:
         raise ConfigError(f"{path} holds several checkpoints ({there}): name one with --name, or give its directory")
     return whole[-1]

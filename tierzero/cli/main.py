@@ -19,7 +19,7 @@ from tierzero.cli.commands.plan import plan
 from tierzero.cli.commands.report import report
 from tierzero.cli.commands.train import train
 from tierzero.cli.commands.tune import tune
-from tierzero.errors import ConfigError, TierzeroError, describe
+from tierzero.errors import NO_ROOM, ConfigError, TierzeroError, describe
 
 app = typer.Typer(
     name="tierzero",
@@ -55,6 +55,9 @@ def _root(
 @contextmanager
 def _sentences() -> Iterator[None]:
     """Turns expected errors into a sentence on stderr and an exit code: 2 for the configuration, 1 otherwise."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: what is printed is lost, and no file takes its number
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - till the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths hold what no encoding may know
             stream.reconfigure(errors="backslashreplace")
@@ -68,9 +71,22 @@ def _sentences() -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
             raise typer.Exit(1) from None
-        for line in describe(error).splitlines():
+        said = describe(error)
+        if isinstance(error, OSError) and error.filename is None and error.errno in NO_ROOM and _output_fails():
+            said = f"the output cannot be written: {said}"
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
+        for line in said.splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _output_fails() -> bool:
+    """Whether a drive does not take what is printed; it is tried."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _has_directory() -> bool:

@@ -11,7 +11,7 @@ from tierzero.checkpoint.reader import Reader
 from tierzero.cli import portable
 from tierzero.cli.checkpoints import check_same_model
 from tierzero.cli.config import Config
-from tierzero.cli.portable import Portable, check_folder, found_in, of_run
+from tierzero.cli.portable import Damaged, Portable, check_folder, found_in, of_run
 from tierzero.cli.rundir import (
     FILES,
     FOLDERS,
@@ -42,7 +42,7 @@ class Wanted:
 class Origin:
     """`meta`: what was saved beside the tensors. `checkpoint`: None for the snapshot in the store. `anew`: the run's
     directory holds none of this run, so that it becomes a run of its own. `newest`: the greatest `saves` that is seen.
-    `skipped`: what is wrong with checkpoints that are passed over.
+    `skipped`: a sentence about each later checkpoint that is damaged, and so passed over.
     """
 
     meta: dict[str, Any]
@@ -94,31 +94,50 @@ def _newest(config: Config) -> Origin:
     except TierzeroError as error:
         raise with_advice(error, config) from None
     if not holds_run(config):
-        others = found_in(config.checkpoint_folder)[0]
-        more = f", or go on from {others[-1].path} by --resume-from" if others else ""
+        others, lost = found_in(config.checkpoint_folder)
+        more = f", or go on from {others[-1].path} by --resume-from" if others else _problems(lost)
         raise ConfigError(f"there is nothing to resume in {out}: leave --resume out to start a run there{more}")
     snapshot = found.latest if found is not None else None
     if snapshot is not None:
         _check_own(config, found, snapshot)
     run = snapshot.meta["run"] if snapshot is not None else id_in(out)
-    there, skipped = of_run(config.checkpoint_folder, run, out) if run is not None else ([], [])
+    there, lost = of_run(config.checkpoint_folder, run, out)
     saves = snapshot.meta["saves"] if snapshot is not None else -1
     newest = max([saves, *(one.saves for one in there)])
     if there and there[-1].saves > saves:
-        origin = Origin(there[-1].meta, there[-1], newest=newest, skipped=skipped)
+        last = there[-1]
+        origin = Origin(last.meta, last, newest=newest, skipped=_passed_over(lost, last.step, last.path))
     elif snapshot is not None:
-        origin = Origin(snapshot.meta, newest=newest)
+        passed = _passed_over(lost, snapshot.meta["step"], f"snapshot in {store}")
+        origin = Origin(snapshot.meta, newest=newest, skipped=passed)
     else:
-        more = f". {skipped[-1]}" if skipped else ""
         raise ConfigError(
-            f"there is nothing to resume: the run in {out} has no snapshot in {store} and no checkpoint in "
-            f"{config.checkpoint_folder}{more}. Start it again with --overwrite, or go on from a checkpoint elsewhere "
-            "by --resume-from"
+            f"there is nothing to resume: the run in {out} has no snapshot in {store} and no whole checkpoint in "
+            f"{config.checkpoint_folder}{_problems(lost)}. Start it again with --overwrite, or go on from a checkpoint "
+            "elsewhere by --resume-from"
         )
     where = store if origin.checkpoint is None else origin.checkpoint.path
     check_same_model(origin.meta["model"], config, where, moved=origin.checkpoint is not None)
     check_folder(config, run, origin.meta["step"])
     return origin
+
+
+def _passed_over(lost: list[Damaged], step: int, older: object) -> list[str]:
+    """A sentence about each damaged checkpoint after `step`, at which `older` is gone on from instead."""
+    found = []
+    for one in lost:
+        if one.step is None or one.step > step:
+            said = f"{one.path} is damaged and passed over, going on from the older {older}, after step {step}: "
+            said += one.problem
+            if one.run is None:  # no save replaces what may be somebody else's
+                said += ". Move it away, so that the run can save under that name again"
+            found.append(said)
+    return found
+
+
+def _problems(lost: list[Damaged]) -> str:
+    """What is wrong with damaged checkpoints, as the end of a sentence."""
+    return "".join(f". {one.problem}" for one in lost)
 
 
 def _check_own(config: Config, found: Manifest | None, snapshot: Snapshot) -> None:

@@ -94,7 +94,7 @@ def print_placement(console: Console, config: Config, task: Task, plan: Plan) ->
     console.print(Text(f"{task.describe()}, {plan.params:,} parameters in {config.train.dtype}"), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name, justify in (("", "left"), ("device", "right"), ("host", "right"), ("NVMe", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows(config, plan):
         table.add_row(*map(Text, row))  # a path may look like markup
     console.print(table)

@@ -68,9 +68,9 @@ def _phases(answer: Answer, phases: tuple[Phase, ...], wrap: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     count = len(answer.budgets.weights)
     headings = ("device", "host", "each drive" if count > 1 else "drive", "read", "written", "to device", "to host")
-    table.add_column("", no_wrap=not wrap)
+    table.add_column("", no_wrap=not wrap, overflow="fold")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=not wrap)
+        table.add_column(heading, justify="right", no_wrap=not wrap, overflow="fold")
     for phase in phases:
         cells = (phase.device, phase.host, max(phase.drives, default=0))
         moved = (phase.read, phase.written, phase.h2d, phase.d2h)
@@ -86,7 +86,7 @@ def _phases(answer: Answer, phases: tuple[Phase, ...], wrap: bool) -> Table:
 def _times(forecast: Forecast) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("one step", "busy", "of the step"):
-        table.add_column(heading, justify="left" if heading == "one step" else "right")
+        table.add_column(heading, justify="left" if heading == "one step" else "right", overflow="fold")
     step = forecast.step
     work = {"compute": step.stalls["compute"], **step.busy}
     for key, name in _LINKS:

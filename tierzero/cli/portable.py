@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.checkpoint.index import INDEX, read_head, read_index
-from tierzero.checkpoint.place import checkpoints_in, written_beside
+from tierzero.checkpoint.place import checkpoints_in, unreadable_in, written_beside
 from tierzero.cli.config import Config
 from tierzero.cli.runid import owner_of, same_place
-from tierzero.errors import ConfigError, TierzeroError
+from tierzero.errors import ConfigError, TierzeroError, describe
 from tierzero.storage.manifest import NAME
 
 # what a run keeps with everything that it saves
@@ -45,6 +45,21 @@ class Portable:
     def saves(self) -> int:
         """Orders what one run has saved, see Trainer."""
         return int(self.meta["saves"])
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """One that cannot be gone on from: `problem` says why. `run`: the id of its run, None where that cannot be told."""
+
+    path: Path
+    run: str | None
+    problem: str
+
+    @property
+    def step(self) -> int | None:
+        """Steps done, as far as its name tells."""
+        match = _NAME.fullmatch(self.path.name)
+        return int(match[1]) if match is not None else None
 
 
 def made_by_train(meta: dict[str, Any]) -> bool:
@@ -82,29 +97,40 @@ def _what_instead(path: Path) -> str:
     return ": `tierzero ckpt ls` shows where some are"
 
 
-def found_in(folder: Path) -> tuple[list[Portable], dict[str, list[str]]]:
-    """The checkpoints of runs in this directory, in the order in which they were saved; and by the id of the run what
-    is wrong with those that are damaged.
-    """
+def found_in(folder: Path) -> tuple[list[Portable], list[Damaged]]:
+    """The checkpoints of runs in this directory, in the order in which they were saved; and those that are damaged."""
     there: list[Portable] = []
-    damaged: dict[str, list[str]] = {}
-    for _, path in checkpoints_in(folder) if folder.is_dir() else []:
+    damaged: list[Damaged] = []
+    if not folder.is_dir():
+        return there, damaged
+    for _, path in checkpoints_in(folder):
         try:
             there.append(read(path))
         except ConfigError:
             continue  # of another program
         except (OSError, TierzeroError) as error:
-            damaged.setdefault(str((read_head(path) or {}).get("run")), []).append(str(error))
-    return there, damaged
+            run = (read_head(path) or {}).get("run")
+            damaged.append(Damaged(path, run if isinstance(run, str) else None, describe(error)))
+    by_name = [path for path in unreadable_in(folder) if _NAME.fullmatch(path.name)]
+    return there, damaged + [Damaged(path, None, _why_unreadable(path)) for path in by_name]
 
 
-def of_run(folder: Path, run: str, out: Path) -> tuple[list[Portable], list[str]]:
-    """Those of the run with this id in the directory `out`, or moved to there, the last saved one last; and what is
-    wrong with its damaged ones.
+def _why_unreadable(path: Path) -> str:
+    try:
+        read_index(path)
+    except (OSError, TierzeroError) as error:
+        return describe(error)
+    return f"{path / INDEX} could not be read before, and can be now: run the command again"
+
+
+def of_run(folder: Path, run: str | None, out: Path) -> tuple[list[Portable], list[Damaged]]:
+    """Those of the run with this id in the directory `out`, or moved to there, the last saved one last; and the damaged
+    ones that are its, or may be, by the steps in their names.
     """
     there, damaged = found_in(folder)
     mine = [one for one in there if is_of(one, run, out)]
-    return sorted(mine, key=lambda one: one.saves), damaged.get(run, [])
+    lost = [one for one in damaged if one.run in (run, None)]
+    return sorted(mine, key=lambda one: one.saves), sorted(lost, key=lambda one: one.step or 0)
 
 
 def is_of(one: Portable, run: str | None, out: Path) -> bool:

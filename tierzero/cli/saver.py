@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tierzero.cli.config import Config
 from tierzero.cli.portable import of_run
 from tierzero.cli.progress import View
 from tierzero.cli.runid import id_in
-from tierzero.errors import TierzeroError, describe
+from tierzero.errors import ConfigError, TierzeroError, describe
 from tierzero.hardware.drives import existing_parent
 from tierzero.sizes import format_size, parse_rate
 
@@ -148,11 +149,33 @@ def checkpoint_bytes(model: nn.Module) -> int:
     return total
 
 
+def check_folder(folder: Path) -> None:
+    """ConfigError if something on the way to `folder` is no directory, OSError if none can be made there: it is tried,
+    in what is there of it, and nothing is left.
+    """
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path) or path == path.parent)
+    if not there.is_dir():
+        where = "" if there == folder else f" lies below {there}, which"
+        raise ConfigError(f"the directory for checkpoints {folder}{where} is no directory: set checkpoint.path to one")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".tierzero-", dir=there))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"checkpoints cannot be written into {folder}, as no directory can be made in {there}: {error.strerror}. "
+            "Set checkpoint.path to one where you may",
+            str(folder),
+        ) from None
+
+
 def check_room(config: Config, model: nn.Module) -> str:
-    """A line about the checkpoints that there will be, empty for none. OSError(ENOSPC) where not even one fits."""
+    """A line about the checkpoints that there will be, empty for none. OSError(ENOSPC) where not even one fits; and as
+    check_folder.
+    """
     if config.checkpoint.every is None:
         return ""
     folder, size, kept = config.checkpoint_folder, checkpoint_bytes(model), config.checkpoints_kept
+    check_folder(folder)
     free = shutil.disk_usage(existing_parent(folder)).free
     if free < size:
         raise OSError(

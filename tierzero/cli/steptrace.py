@@ -62,7 +62,7 @@ class StepTrace:
         if steps is None:
             steps = min(done + SETTLED, total), min(done + SETTLED + 1, total)
         self.first, self.last = steps
-        if 0 < self.last <= done:
+        if asked is not None and 0 < self.last <= done:  # nobody misses what was not asked for
             log.warning("no trace is recorded: step %d, the last one to record, was done before", self.last)
         self._recorder: tuple[Engine, Recorder] | None = None
 

@@ -60,6 +60,8 @@ def run(config: Config, wanted: Wanted, *, dry_run: bool, quiet: bool, watching:
         origin = find_origin(config, wanted)
         if address is not None:
             prometheus.check(address[1], address[0])  # before a run is made, or an older one removed
+        for problem in origin.skipped if origin is not None else ():
+            view.warn(problem)
     task = open_task(config)
     model = task.build()
     tiers = choose_tiers(config, model)
@@ -120,7 +122,9 @@ class Session:
                 if overwrite and (origin is None or origin.anew):  # only now that the store is ours
                     clear_rundir(config)
                 trainer = self._train(origin, stop)
-            except BaseException:
+            except BaseException as error:
+                if any(isinstance(one, BrokenPipeError) for one in (error, error.__context__)):  # rich makes it an exit
+                    self.view.warn("nobody reads the output any more, so the run ends: go on with it by --resume")
                 with suppress(Exception):  # the first error is the one to tell
                     tz.close(self.model)
                 raise
@@ -184,10 +188,15 @@ class Session:
                 generate(self.task, self.model, train.sample, min(self.config.data.sequence, CONTEXT), train.seed)
             )
             write_atomically(out / "sample.txt", text + "\n")
+        write_json(out / "summary.json", summary)
         self.view.phase(f"exporting to {out / 'export'}")
-        make_directory(out / "export")
-        tz.export(self.model, out / "export")
-        self.task.export_files(out / "export")
+        try:
+            make_directory(out / "export")
+            tz.export(self.model, out / "export")
+            self.task.export_files(out / "export")
+        except (TierzeroError, OSError):
+            self.view.warn("the run is done and saved, and its weights are not exported: --resume does only that")
+            raise
         summary["rss_peak"] = memory.resident_peak()  # sampling and export included
         write_json(out / "summary.json", summary)
         print_summary(self.console, summary, text, out)

@@ -123,8 +123,6 @@ class Trainer:
             f"resumed after step {self.step} of {self.config.train.steps} from {where}: parameters, "
             "optimizer states, scheduler and random generators restored"
         )
-        for problem in origin.skipped:
-            self.view.warn(f"a damaged checkpoint of the run was passed over: {problem}")
         for change in checkpoints.changes(meta["settings"], self.config):
             self.view.say(f"  set otherwise than before: {change}")
         if meta["text"] != self.task.corpus.fingerprint():

@@ -82,8 +82,8 @@ def show(console: Console, result: Result) -> None:
         table = Table(box=None, pad_edge=False)
         names = list(rows[0].values)
         for name in names:
-            table.add_column(name, justify="right")
-        table.add_column("s/step", justify="right")
+            table.add_column(name, justify="right", overflow="fold")
+        table.add_column("s/step", justify="right", overflow="fold")
         for row in rows:
             chosen = all(result.chosen.get(name) == row.values[name] for name in names)
             seconds = "does not fit" if row.seconds is None else f"{row.seconds:.3f}"
@@ -110,7 +110,7 @@ def _depths(result: Result) -> Table:
     table = Table(box=None, pad_edge=False)
     first, *others = CAUSES
     for name in ("prefetch", "s/step", "tokens/s", f"waited: {first}", *others, "measured"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for depth in sorted(found.samples):
         time, stalls = found.time(depth), result.stalls_by_depth[depth]
         table.add_row(

@@ -4,6 +4,8 @@ that begins with the key.
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,17 @@ def path(value: Any) -> Any:
     if "\0" in str(value):
         raise ValueError(f"must be a path, and none has a NUL in it, got {value!r}")
     try:
-        return Path(value).expanduser()
+        found = Path(value).expanduser()
     except RuntimeError:
         raise ValueError(f"{str(value)!r} starts at a home directory that cannot be told: write it out") from None
+    try:
+        os.stat(found)
+    except OSError as error:  # most are met where the path is used
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{str(value)!r} leads around in symbolic links: name another path") from None
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"{str(value)[:80]!r}... is too long for a path") from None
+    return found
 
 
 def size(value: Any) -> Any:

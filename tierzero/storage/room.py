@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 
+from tierzero.errors import NO_ROOM
 from tierzero.storage.store import Store
 
 log = logging.getLogger("tierzero")
@@ -31,7 +31,7 @@ class Room:
         try:  # a new version of everything, and a guess at the next one
             store.reserve(live + (2 if self.shadows else 1) * changing + self.working)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in NO_ROOM:
                 raise
             return False
         return True
@@ -46,7 +46,7 @@ class Room:
                 self.store.reserve(wanted)
                 return
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in NO_ROOM:
                     raise
                 self.shadows = False
                 log.warning(

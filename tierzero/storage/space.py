@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Sequence
 
+from tierzero.errors import NO_ROOM
+from tierzero.sizes import format_size
 from tierzero.storage import stripes
 from tierzero.storage.extents import Extent, FreeList
 from tierzero.tiers.base import BlockFile
@@ -60,7 +62,7 @@ class Space:
                 self._grow(
                     self.capacity + missing,
                     self.capacity + max(step, missing),
-                    f"the record {name!r} of {nbytes} bytes",
+                    f"the record {name!r} of {format_size(nbytes)}",
                 )
                 offset = self._free.take(capacity)
                 assert offset is not None
@@ -74,7 +76,7 @@ class Space:
         with self._lock:
             nbytes = round_up(nbytes, PAGE)
             if nbytes > self.capacity:
-                self._grow(nbytes, nbytes, f"the store's {nbytes} bytes")
+                self._grow(nbytes, nbytes, f"the store's {format_size(nbytes)}")
 
     def adopt(self, extent: Extent) -> bool:
         """Refer to an extent that a manifest names; False if it overlaps another one."""
@@ -137,7 +139,7 @@ class Space:
             except OSError as error:
                 failure = error
                 self.file.truncate(before)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno not in NO_ROOM:
                     raise
             else:
                 self._free.grow(size)
@@ -146,7 +148,8 @@ class Space:
         several = f", as much as {path} lets {len(self.weights)} striped drives hold" if len(self.weights) > 1 else ""
         raise OSError(
             failure.errno if failure is not None else errno.ENOSPC,
-            f"no room for {what}: {least - before} more bytes are needed and the drive has {free} free{several}"
+            f"no room for {what}: {format_size(least - before)} more is needed and the drive has {format_size(free)} "
+            f"free{several}"
             f"{'' if failure is None else f' ({failure.strerror})'}. "
             "Free some space or use a directory on a larger drive",
             failure.filename if failure is not None and failure.filename else path,

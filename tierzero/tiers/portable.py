@@ -12,6 +12,7 @@ import torch
 
 from tierzero.monitoring.clock import Busy
 from tierzero.pace import Pacer
+from tierzero.sizes import format_size
 from tierzero.tiers.base import memory_of, settle
 
 _IDLE = 8  # handles kept open between operations
@@ -144,7 +145,9 @@ class PortableFile:
         except OSError as error:
             os.ftruncate(self._fd, before)
             raise OSError(
-                error.errno, f"cannot grow the file from {before} to {nbytes} bytes: {error.strerror}", self.path
+                error.errno,
+                f"cannot grow the file from {format_size(before)} to {format_size(nbytes)}: {error.strerror}",
+                self.path,
             ) from error
 
     async def sync(self) -> None:
