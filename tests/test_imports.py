@@ -166,6 +166,7 @@ ROWS = [
         "checkpoint.pace",
         "checkpoint.reader",
     },
+    {"checkpoint.shard"},
     {"checkpoint.callers", "checkpoint.saving", "checkpoint.export", "checkpoint.take"},
     {"checkpoint.save", "checkpoint.load"},
     {"monitoring.observe"},
