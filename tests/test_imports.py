@@ -147,7 +147,7 @@ ROWS = [
         "checkpoint.frozen",
         "checkpoint.beside",
     },
-    {"checkpoint.refill"},
+    {"checkpoint.refill", "checkpoint.undo"},
     {"checkpoint.by_region"},
     {"checkpoint.snapshot", "checkpoint.weights", "planning.planner"},
     {"checkpoint.rollback"},
