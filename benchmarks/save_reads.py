@@ -113,10 +113,12 @@ def verified(path: Path) -> None:
             pass
 
 
-def exported(model: Any, path: Path) -> None:
+def exported(model: Any, path: Path, nbytes: int) -> Sample:
     """One export to a new file."""
-    tz.export(model, path)
-    path.unlink()
+    try:
+        return timed(nbytes, partial(tz.export, model, path))
+    finally:
+        path.unlink()
 
 
 def loaded(make: Callable[[], tuple[Any, Any]], path: Path, nbytes: int) -> Sample:
@@ -160,7 +162,7 @@ def reads(
         others[f"load, {name}"] = other
     for (name, model), other in zip(bare.items(), (read, copy), strict=True):
         measures[f"load of weights, {name}"] = partial(timed, small, partial(tz.load, model, weights))
-        measures[f"export, {name}"] = partial(timed, small, partial(exported, model, directory / "new.safetensors"))
+        measures[f"export, {name}"] = partial(exported, model, directory / "new.safetensors", small)
         others |= {f"load of weights, {name}": other, f"export, {name}": write if other == read else copy}
     for (name, model), other in zip(stepped.items(), (read, copy), strict=True):
         measures[f"load of weights beside states, {name}"] = partial(timed, small, partial(tz.load, model, weights))
