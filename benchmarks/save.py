@@ -4,7 +4,8 @@
   well; bytes per second against the drive's own sequential write: as many bytes by the same engine to a new file in
   the same directory, made durable; and against a copy of as many bytes on the same drive. In turns; medians count.
 - `read`: load and verify of a checkpoint, load of weights from safetensors, and export, with states in host memory and
-  with everything on the drive, against the drive's own sequential read.
+  with everything on the drive, against what the drive does with as many bytes by itself: sequential read, sequential
+  write, or a copy.
 - `beside`: a step while a save goes on against a step without one, in turns, AdamW as it comes, states on the drive and
   parameters in host memory. Compute that waits instead of multiplying, as long as two streamed steps, as one, or as a
   quarter of one.
@@ -123,8 +124,20 @@ def read(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     for name, host in names.items():
         model = waiting_task(args.blocks, Clock(), args.width).make()
         bare[name] = tz.offload(model, tiers_of(model, Path(directory) / f"bare, {name}", host=host))
-    found = reads(args.rounds, models, bare, Path(directory))
-    for model in [*(model for model, _ in models.values()), *bare.values()]:
+    stepped = {}
+    for name, host in names.items():
+        model = waiting_task(args.blocks, Clock(), args.width).make()
+        stepped[name] = tz.offload(model, tiers_of(model, Path(directory) / f"stepped, {name}", host=host))
+        tz.AdamW(model.parameters())
+
+    def fresh() -> tuple[Any, Any]:
+        """States in host memory before the first step."""
+        model = waiting_task(args.blocks, Clock(), args.width).make()
+        tz.offload(model, tiers_of(model, Path(tempfile.mkdtemp(dir=directory)), host=True))
+        return model, tz.AdamW(model.parameters())
+
+    found = reads(args.rounds, models, bare, stepped, fresh, Path(directory))
+    for model in [*(model for model, _ in models.values()), *bare.values(), *stepped.values()]:
         tz.close(model)
     return found
 

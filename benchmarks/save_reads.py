@@ -1,7 +1,8 @@
 """What save.py holds others against, and its cases that read: load and verify of a checkpoint, weights in and out.
 
-Each against the drive's own sequential read in the same run: as many bytes as the file has, by the native engine with a
-few requests in flight. What a load writes to the drive is not counted in its bytes.
+Each against what the drive does by itself in the same run, with as many bytes as the file has, by the native engine
+with a few requests in flight: a sequential read where bytes go to host memory, a sequential write where they come from
+there, a copy where they come from and go to the drive. States beside weights that are loaded are not counted.
 """
 
 from __future__ import annotations
@@ -112,34 +113,75 @@ def verified(path: Path) -> None:
             pass
 
 
-def exported(model: Any, path: Path) -> None:
+def exported(model: Any, path: Path, nbytes: int) -> Sample:
     """One export to a new file."""
-    tz.export(model, path)
-    path.unlink()
+    try:
+        return timed(nbytes, partial(tz.export, model, path))
+    finally:
+        path.unlink()
+
+
+def loaded(make: Callable[[], tuple[Any, Any]], path: Path, nbytes: int) -> Sample:
+    """A load into a new model."""
+    model, optimizer = make()
+    try:
+        return timed(nbytes, partial(tz.load, model, path, optimizer))
+    finally:
+        tz.close(model)
 
 
 def reads(
-    rounds: int, models: dict[str, tuple[Any, Any]], bare: dict[str, Any], directory: Path
+    rounds: int,
+    models: dict[str, tuple[Any, Any]],
+    bare: dict[str, Any],
+    stepped: dict[str, Any],
+    fresh: Callable[[], tuple[Any, Any]],
+    directory: Path,
 ) -> list[dict[str, Any]]:
-    """`models`: (model, optimizer) by where their states are; `bare`: models without, by where their parameters are."""
+    """`models`: (model, optimizer) after a step, by where their states are, first in host memory and then on the drive;
+    `bare`: models without optimizer by where their parameters are; `stepped`: with states; `fresh`: makes (model,
+    optimizer) before the first step, in host memory.
+    """
     saved, weights = directory / "read", directory / "weights.safetensors"
     model, optimizer = next(iter(models.values()))
     tz.save(model, saved, optimizer, wait=True)
     tz.export(model, weights)
     data = max(saved.iterdir(), key=lambda file: file.stat().st_size)
     size, small = data.stat().st_size, weights.stat().st_size
+    read, write, copy = "sequential read", "sequential write", "copy"
     measures: dict[str, Callable[[], Sample]] = {
-        "sequential read": partial(sequential_read, data),
+        read: partial(sequential_read, data),
+        write: partial(sequential, str(directory), small),
+        copy: partial(copied, str(directory), small),
         "verify": partial(timed, size, partial(verified, saved)),
+        "load, in host memory before the first step": partial(loaded, fresh, saved, size),
     }
-    for name, (model, optimizer) in models.items():
+    others = dict.fromkeys(measures, read)
+    for (name, (model, optimizer)), other in zip(models.items(), (read, copy), strict=True):
         measures[f"load, {name}"] = partial(timed, size, partial(tz.load, model, saved, optimizer))
-    for name, model in bare.items():
+        others[f"load, {name}"] = other
+    for (name, model), other in zip(bare.items(), (read, copy), strict=True):
         measures[f"load of weights, {name}"] = partial(timed, small, partial(tz.load, model, weights))
-        measures[f"export, {name}"] = partial(timed, small, partial(exported, model, directory / "new.safetensors"))
+        measures[f"export, {name}"] = partial(exported, model, directory / "new.safetensors", small)
+        others |= {f"load of weights, {name}": other, f"export, {name}": write if other == read else copy}
+    for (name, model), other in zip(stepped.items(), (read, copy), strict=True):
+        measures[f"load of weights beside states, {name}"] = partial(timed, small, partial(tz.load, model, weights))
+        others[f"load of weights beside states, {name}"] = other
+    copied(str(directory), small)  # its source is written first
     samples = in_turns(measures, rounds, lambda sample: f"{sample['bytes'] / sample['seconds'] / 1e9:.2f} GB/s")
     rates = {name: [one["bytes"] / one["seconds"] / 1e9 for one in many] for name, many in samples.items()}
     shutil.rmtree(saved)
     weights.unlink()
-    other = rates.pop("sequential read")
-    return [case(name, own, other, None, unit="GB/s", bytes=samples[name][0]["bytes"]) for name, own in rates.items()]
+    return [
+        case(
+            f"{name} / {others[name]}",
+            own,
+            rates[others[name]],
+            None,
+            unit="GB/s",
+            bytes=samples[name][0]["bytes"],
+            least=0.8 if name.startswith("export") else None,
+        )
+        for name, own in rates.items()
+        if name not in (read, write, copy)
+    ]

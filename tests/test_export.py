@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import json
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -164,17 +166,86 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_blocks_of_any_size_are_written_whole(tmp_path: Path) -> None:
-    from tierzero.checkpoint.writer import BLOCK, SequentialFile
+@pytest.mark.parametrize("extra", [0, 1, 4096, 4097 + 5])
+def test_files_of_any_size_are_written_whole(extra: int, tmp_path: Path) -> None:
+    """Several blocks and what is left over, some at a time; an error leaves nothing, and a file that is there stays."""
+    from tierzero.checkpoint.writer import BLOCK, write_file
 
-    raw = torch.frombuffer(bytearray(os.urandom(2 * BLOCK + 4097 + 5)), dtype=torch.uint8)
-    with SequentialFile(tmp_path / "file") as out:
-        for part in raw.split([1, BLOCK - 1, 4096, BLOCK, 6]):
-            out.write(part)
-        out.finish()
+    raw = torch.frombuffer(bytearray(os.urandom(5 * BLOCK + extra)), dtype=torch.uint8)
+
+    async def fill(at: int, out: torch.Tensor) -> None:
+        out.copy_(raw[at : at + out.numel()])
+
+    async def fails(at: int, out: torch.Tensor) -> None:
+        if at == 3 * BLOCK:
+            raise OSError(errno.EIO, "no such luck")
+
+    asyncio.run(write_file(tmp_path / "file", raw.numel(), fill))
     assert (tmp_path / "file").read_bytes() == bytes(raw.numpy())
     with pytest.raises(FileExistsError):
-        SequentialFile(tmp_path / "file")
+        asyncio.run(write_file(tmp_path / "file", 1, fill))
+    with pytest.raises(OSError, match="no such luck"):
+        asyncio.run(write_file(tmp_path / "other", raw.numel(), fails))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_tensors_of_any_size_and_place(tmp_path: Path) -> None:
+    """Elements that lie across blocks and at odd bytes, in the tiers and in plain tensors, of every kind."""
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("odd", torch.arange(3, dtype=torch.uint8))
+            self.register_buffer("strided", torch.randn(700, 900, dtype=torch.float64).t())
+            self.a = torch.nn.Linear(1023, 1025)
+            self.b = torch.nn.Linear(1500, 1501).to(torch.bfloat16)
+            self.c = torch.nn.Parameter(torch.randn(7, 1 << 17).half(), requires_grad=False)
+            self.none = torch.nn.Parameter(torch.empty(0, 5))
+            self.register_buffer("flags", torch.rand(5) > 0.5)
+
+    for host, states in (("64MiB", True), ("256MiB", True), ("64MiB", False)):
+        model = make(Odd)
+        expected = {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
+        plain = load_file(tz.export(model, tmp_path / "plain.safetensors"))
+        tz.offload(model, tz.Tiers(nvme=tmp_path / f"{host}{states}", host=host, device="64MiB", compute="cpu"))
+        if states:
+            tz.AdamW(model.parameters())
+        out = tz.export(model, tmp_path / "out.safetensors")
+        tz.close(model)
+        raw = out.read_bytes()
+        assert int.from_bytes(raw[:8], "little") % 4096 == 4088  # the tensors begin at a whole page
+        for found in (load_file(out), plain):
+            assert found.keys() == expected.keys()
+            assert all(same(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_an_export_that_is_interrupted(offloaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C while blocks are written: it ends, nothing of it stays, and the next one is whole."""
+    from tierzero.checkpoint import writer
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(6)])
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if offloaded:
+        tz.offload(model, tz.Tiers(host="256MiB", device="64MiB", compute="cpu"))
+    put, main, told = os.pwrite, threading.main_thread().ident, []
+
+    def interrupting(fd: int, data: Any, offset: int) -> int:
+        if not told:
+            told.append(offset)
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)
+        return put(fd, data, offset)
+
+    monkeypatch.setattr(writer.os, "pwrite", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        tz.export(model, tmp_path / "out")
+    assert told
+    assert list((tmp_path / "out").iterdir()) == []
+    state = load_file(tz.export(model, tmp_path / "out") / "model.safetensors")
+    assert all(same(state[name], value) for name, value in expected.items())
+    if offloaded:
+        tz.close(model)
 
 
 def test_what_a_header_cannot_hold(tmp_path: Path) -> None:

@@ -156,3 +156,127 @@ def test_parts_in_any_order(tmp_path: Path) -> None:
             else:
                 source.read(first, out[first:last])
                 assert same(out, expected)
+
+
+def read_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects the bytes that each load reads of its data file."""
+    found: list[int] = []
+    close = Reader.close
+
+    def counted(reader: Reader) -> None:
+        found.append(reader.file.bytes_read)
+        close(reader)
+
+    monkeypatch.setattr(Reader, "close", counted)
+    return found
+
+
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Embedding(64, 512), *[torch.nn.Linear(512, 512) for _ in range(4)])
+
+
+def ids_step(run: Tiered) -> None:
+    run.model(torch.arange(40)).square().mean().backward()
+    run.step(0.5)
+    run.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("placement", ["nvme", "mixed", "host"])
+def test_a_load_reads_once(dtype: torch.dtype, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a model that was not trained yet, wherever units lie; one that was trained and lies in host memory has its
+    states compared first.
+    """
+    model = make(wide, dtype)
+    with tiered(model, tiers_for(model, placement, tmp_path / "one")) as run:
+        ids_step(run)
+        tz.save(run.model, tmp_path / "save", run.optimizer, wait=True)
+        then = everything(run)
+    size = (tmp_path / "save" / DATA).stat().st_size
+    found = read_of(monkeypatch)
+    model = make(wide, dtype, seed=3)
+    with tiered(model, tiers_for(model, placement, tmp_path / "two")) as run:
+        for _ in range(2):
+            tz.load(run.model, tmp_path / "save", run.optimizer)
+            assert all(same(one, other) for one, other in zip(everything(run), then, strict=True))
+            ids_step(run)
+    again = 8 / (12 if dtype == torch.float32 else 14) * size  # the moments
+    assert found[0] < 1.05 * size  # with hyper-parameters and the rest of pages
+    assert (found[1] > again + 0.9 * size) if placement == "host" else (found[1] < 2 * size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("placement", ["nvme", "mixed", "host"])
+def test_a_changed_byte_before_the_first_step(dtype: torch.dtype, placement: str, tmp_path: Path) -> None:
+    """What was read into host memory is brought back: every value, and training as it would have been."""
+    model, other = make(Tied, dtype), make(Tied, dtype, seed=8)
+    with tiered(other, tiers_for(other, "host", tmp_path / "other")) as run:
+        step(run, batches(2))
+        folder = tmp_path / "save"
+        tz.save(run.model, folder, run.optimizer, wait=True)
+    index, raw, chosen = read_index(folder), (folder / DATA).read_bytes(), random.Random(5)
+    plain = make(Tied, dtype)
+    tiers = tiers_for(model, placement, tmp_path / "store")
+    with tiered(model, tiers) as run, tiered(plain, tz.Tiers(host="1GiB", device="1GiB", compute="cpu")) as expected:
+        before = everything(run)
+        for key in [key for key in sorted(index.tensors) if index.tensors[key].nbytes > 4]:
+            data, piece = bytearray(raw), index.tensors[key].pieces[0]
+            data[piece.at + chosen.randrange(piece.nbytes)] ^= 1 << chosen.randrange(8)
+            (folder / DATA).write_bytes(data)
+            for verify in (True, False):
+                with pytest.raises(tz.StoreCorruptError, match=rf"{key} .* does not match its checksum"):
+                    tz.load(run.model, folder, run.optimizer, verify=verify)
+                assert all(same(one, other) for one, other in zip(everything(run), before, strict=True)), key
+        for one, other in zip(batches(4, 2), batches(4, 2), strict=True):
+            losses = [step(each, iter([ids]), micro=(0, 1)) for each, ids in ((run, one), (expected, other))]
+            assert same(losses[0][0], losses[1][0])
+        assert all(same(one, other) for one, other in zip(everything(run), everything(expected), strict=True))
+
+
+def test_gradients_and_their_readers_keep_what_they_have(tmp_path: Path) -> None:
+    """Accumulated ones, and one that somebody has kept: a load that fails leaves both, and one that does not leaves the
+    latter.
+    """
+    model = make(Tied)
+    with tiered(model, tiers_for(model, "host", tmp_path / "store")) as run:
+        tz.save(run.model, tmp_path / "save", run.optimizer, wait=True)
+        raw = (tmp_path / "save" / DATA).read_bytes()
+        piece = read_index(tmp_path / "save").tensors["optimizer.state.embed.weight.exp_avg_sq"].pieces[0]
+        data = bytearray(raw)
+        data[piece.at] ^= 1
+        step(run, batches(2), stop=False)
+        kept = {name: param.grad for name, param in run.model.named_parameters()}
+        values = {name: grad.clone() for name, grad in kept.items() if grad is not None}
+        for dropped in (False, True):
+            if dropped:
+                run.zero_grad()
+            (tmp_path / "save" / DATA).write_bytes(data)
+            with pytest.raises(tz.StoreCorruptError, match="exp_avg_sq"):
+                tz.load(run.model, tmp_path / "save", run.optimizer)
+            assert all(same(kept[name].clone(), value) for name, value in values.items())  # type: ignore[union-attr]
+            (tmp_path / "save" / DATA).write_bytes(raw)
+            if dropped:
+                tz.load(run.model, tmp_path / "save", run.optimizer)
+                assert all(same(kept[name].clone(), value) for name, value in values.items())  # type: ignore[union-attr]
+
+
+def test_a_model_without_values_stays_without(tmp_path: Path) -> None:
+    """Built on the meta device: after a load that failed its parameters still have to be given values."""
+    model = make(Tied)
+    with tiered(model, tiers_for(model, "host", tmp_path / "store")) as run:
+        step(run, batches(2))
+        tz.save(run.model, tmp_path / "save", run.optimizer, wait=True)
+        then = everything(run)
+    raw = (tmp_path / "save" / DATA).read_bytes()
+    piece = read_index(tmp_path / "save").tensors["optimizer.state.embed.weight.exp_avg_sq"].pieces[0]
+    (tmp_path / "save" / DATA).write_bytes(raw[: piece.at] + bytes([raw[piece.at] ^ 1]) + raw[piece.at + 1 :])
+    with tz.parameters_on_meta():
+        blank = Tied()
+    with tiered(blank, tz.Tiers(host="1GiB", device="1GiB", compute="cpu")) as run:
+        with pytest.raises(tz.StoreCorruptError, match="exp_avg_sq"):
+            tz.load(run.model, tmp_path / "save", run.optimizer)
+        with pytest.raises(tz.TierzeroError, match="was never given a value"):
+            run.model(next(batches(1)))
+        (tmp_path / "save" / DATA).write_bytes(raw)
+        tz.load(run.model, tmp_path / "save", run.optimizer)
+        assert all(same(one, other) for one, other in zip(everything(run), then, strict=True))

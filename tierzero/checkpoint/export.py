@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,19 @@ from torch import nn
 from tierzero.api import check_outside, engine_of
 from tierzero.checkpoint.leftovers import exporting, part_of
 from tierzero.checkpoint.safetensors import DTYPES, INDEX, SINGLE, read_safetensors
-from tierzero.checkpoint.writer import SequentialFile
+from tierzero.checkpoint.shard import Bytes, Shard
+from tierzero.checkpoint.writer import write_file
+from tierzero.engine import Engine
 from tierzero.errors import StoreCorruptError, StoreError, TierzeroError, naming
+from tierzero.monitoring.clock import SAVE
+from tierzero.paging.loop import LoopThread
 from tierzero.sizes import format_size, parse_size
 from tierzero.units.live import LiveParameter
 from tierzero.units.paged import Paged
-from tierzero.units.parts import read_in_parts, unit_of
+from tierzero.units.parts import unit_of
 
 _MARK = "tierzero"  # in the metadata of what was exported
 _NAMES = re.compile(r"model(\.\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # of all files in a directory
-
-
-@dataclass
-class _Shard:
-    """The tensors of one file, with the names that each has besides."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0
 
 
 def export(
@@ -73,14 +68,20 @@ def export(
     Raises OSError(ENOSPC) before anything is written where the drive has no room, StoreError for foreign weights in the
     way, TierzeroError for what safetensors cannot hold, and inside a forward or backward of the model, in hooks too.
     """
+    engine: Engine | None = None
+    counted: AbstractContextManager[None] = nullcontext()
     try:
         engine = engine_of(model)
     except TierzeroError:
         pass  # a model that is not offloaded
     else:
         check_outside(engine, engine.model() or model, "export")
+        counted = engine.metrics.inside(SAVE, "save", f"export {path}")
     tensors = model.state_dict(keep_vars=True)
-    return export_tensors(tensors, path, max_shard=max_shard, tied=tied, metadata=metadata, overwrite=overwrite)
+    with counted:
+        return export_tensors(
+            tensors, path, max_shard=max_shard, tied=tied, metadata=metadata, overwrite=overwrite, engine=engine
+        )
 
 
 def export_tensors(
@@ -91,8 +92,9 @@ def export_tensors(
     tied: str = "list",
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
+    engine: Engine | None = None,
 ) -> Path:
-    """As `export`, of a state dict's tensors."""
+    """As `export`, of a state dict's tensors, with parameters of `engine` among them."""
     target = Path(path)
     if tied not in ("list", "copy"):
         raise ValueError(f'tied must be "list" or "copy", got {tied!r}')
@@ -112,7 +114,7 @@ def export_tensors(
     with exporting(folder, lambda name: name == target.name if single else _NAMES.fullmatch(name) is not None):
         try:
             for shard, part in zip(shards, parts, strict=True):
-                _write(part, shard, marks)
+                _write(part, shard, marks, engine)
             if single:
                 os.replace(parts[0], target)
             else:
@@ -124,10 +126,10 @@ def export_tensors(
     return target
 
 
-def _shards(tensors: Mapping[str, Any], limit: int | None, copies: bool) -> list[_Shard]:
+def _shards(tensors: Mapping[str, Any], limit: int | None, copies: bool) -> list[Shard]:
     """The tensors in their order, cut at `limit` bytes."""
-    shards = [_Shard()]
-    first: dict[object, tuple[str, _Shard]] = {}
+    shards = [Shard()]
+    first: dict[object, tuple[str, Shard]] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TierzeroError(
@@ -152,7 +154,7 @@ def _shards(tensors: Mapping[str, Any], limit: int | None, copies: bool) -> list
             continue
         nbytes = tensor.numel() * tensor.element_size()
         if limit is not None and shards[-1].tensors and shards[-1].nbytes + nbytes > limit:
-            shards.append(_Shard())
+            shards.append(Shard())
         shards[-1].tensors[name] = tensor
         shards[-1].nbytes += nbytes
         first[key] = (name, shards[-1])
@@ -217,29 +219,31 @@ def _check_room(folder: Path, nbytes: int) -> None:
         )
 
 
-def _write(part: Path, shard: _Shard, marks: Mapping[str, str]) -> None:
-    header: dict[str, object] = {"__metadata__": {**marks, **shard.ties}}
-    offset = 0
-    for name, tensor in shard.tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        place = [offset, offset + nbytes]
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
-        offset += nbytes
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    with SequentialFile(part) as out:
-        out.write(torch.frombuffer(bytearray(len(raw).to_bytes(8, "little") + raw), dtype=torch.uint8))
-        for tensor in shard.tensors.values():
-            for values in read_in_parts(tensor):
-                out.write(values.view(torch.uint8))
-        out.finish()
+def _write(part: Path, shard: Shard, marks: Mapping[str, str], engine: Engine | None) -> None:
+    """One file, on the loop of `engine`, whose queued updates are waited for; else on one of its own."""
+    for unit in dict.fromkeys(found[0] for found in map(unit_of, shard.tensors.values()) if found is not None):
+        if unit.owner is engine:
+            unit.at_rest(_nothing())
+    contents = Bytes(shard.header(marks), shard.tensors, engine)
+    loop = LoopThread("tierzero-export") if engine is None else engine.loop
+    try:
+        loop.run(write_file(part, contents.nbytes, contents.fill))
+    finally:
+        contents.stopped = True
+        loop.do(lambda: None)  # when interrupted: what was waited for goes on until it sees that
+        if engine is None:
+            loop.close()
     written, _ = read_safetensors(part)
     if written.keys() != shard.tensors.keys():
         raise StoreCorruptError(f"{part} does not read back as it was written: check the drive, and export again")
 
 
+async def _nothing() -> None:
+    """What is done on bytes at rest to have them at rest."""
+
+
 def _switch(
-    folder: Path, shards: list[_Shard], parts: list[Path], names: list[str], before: list[Path], token: str
+    folder: Path, shards: list[Shard], parts: list[Path], names: list[str], before: list[Path], token: str
 ) -> None:
     """Put the new files in the place of those `before`; see Note [one export or the other]."""
     if len(shards) > 1:

@@ -53,8 +53,9 @@ def load(
     load_state_dict().
 
     Everything is checked before anything is changed: names, shapes and dtypes against the model, and all bytes that are
-    loaded against their checksums: those that go to the drive on their way into new versions of what is there, the rest
-    with `verify` in a pass of its own.
+    loaded against their checksums: those that go to the drive on their way into new versions of what is there, and
+    those that go to host memory on their way where what is there can be brought back (parameters while there are no
+    gradients, states before their first step); the rest with `verify` in a pass of its own.
     A path that holds no such checkpoint goes to `load_weights`, with `strict` and `in_place`: safetensors, or what
     torch.distributed.checkpoint has written. Then {"missing": [...], "unexpected": [...]} is returned.
 
@@ -234,16 +235,19 @@ class Loading:
             set_random_state(before)
 
     def _stage(self, verify: bool) -> None:
-        """Compare what is loaded with its checksums before anything is changed: on the way into new versions of records
-        in the store, else with `verify` in a pass of its own.
+        """Compare what is loaded with its checksums before anything is changed for good: on the way into new versions
+        of records in the store, and into host memory whose bytes can be brought back; else with `verify` in a pass of
+        its own.
         """
-        stageable = self.units.stageable()
+        staged = self.units.keys(on_drive=True)
+        passing = staged | self.units.keys(on_drive=False)
         if verify:
             wanted = [*self.index.objects, *self.index.tensors]
             wanted = [key for key in wanted if self.optimizers or self._is_loaded(key)]
-            self._verify(set(wanted) - stageable, stageable)
+            self._verify(set(wanted) - passing, passing)
+        self.units.fill()
         if not self.units.stage() and verify:
-            self._verify(stageable)
+            self._verify(staged)
 
     def _is_loaded(self, key: str) -> bool:
         """Whether it is loaded without an optimizer."""

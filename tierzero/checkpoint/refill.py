@@ -3,7 +3,7 @@
 Note [staged]
 What a unit has on the drive is written as a new version beside the old one, while its bytes are compared with their
 checksums, and becomes current only when all of the load is there: so it needs no reading before. What lies in host
-memory, or changes in part, is changed where it is.
+memory, or changes in part, is changed where it is; see undo.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tierzero.storage.extents import Extent
 from tierzero.storage.store import Store
 from tierzero.tiers.base import aligned_empty
 from tierzero.units.layout import Place
-from tierzero.units.records import DiskRecord, StateRecord
+from tierzero.units.records import DiskRecord, HostRecord, StateRecord
 from tierzero.units.unit import Unit
 
 MASTER = "master"
@@ -161,6 +161,20 @@ async def refill_masters(unit: Unit, sources: Mapping[int, Source]) -> None:
     await in_window(len(parts), one)
 
 
+class InMemory:
+    """A parameter whose region, which lies in host memory, was filled before; see Source."""
+
+    def __init__(self, unit: Unit, index: int) -> None:
+        place, self.dtype = unit.layout.places[index], unit.live[index].dtype
+        record = unit.records[place.region]
+        assert isinstance(record, HostRecord)
+        self._values = record.data[place.offset : place.offset + place.spec.nbytes].view(self.dtype)
+
+    async def read_async(self, first: int, out: torch.Tensor) -> None:
+        """Copy the elements from `first` on into `out`."""
+        out.copy_(self._values[first : first + out.numel()])
+
+
 class States:
     """The parts of a unit's state record, chunk by chunk, from a checkpoint. `sources`: by parameter and part; what is
     not there is as after the first step's preparation: masters are the parameters, moments are zero. `others`:
@@ -178,11 +192,12 @@ class States:
 
     async def planes(self, first: int, last: int) -> list[torch.Tensor]:
         """See state_homes' Planes."""
-        if any(self._overlaps(self.unit.layout.places[index], first, last) for index in self.others):
+        kept = any(self._overlaps(self.unit.layout.places[index], first, last) for index in self.others)
+        if kept:
             planes = await self.state.planes(first)
         else:
             planes = self._planes(first, last)
-        reads = []
+        reads, left = [], len(planes) * (last - first)
         for index, sources in self.sources.items():
             place = self.unit.layout.places[index]
             if self._overlaps(place, first, last):
@@ -190,15 +205,23 @@ class States:
                 cut = slice(low - first, high - first)
                 for source, plane in zip(sources, planes, strict=True):
                     if source is not None:
-                        reads.append(_into(source, low - place.elem, plane[cut]))
-        await all_of(reads)
+                        reads.append((source, low - place.elem, plane[cut]))
+                        left -= high - low
+        if left and not kept:
+            for plane in planes:
+                plane.zero_()
+        await all_of([_into(*read) for read in reads])
         return planes
 
     def _planes(self, first: int, last: int) -> list[torch.Tensor]:
-        """Zeros, in memory that serves again."""
-        chunk, parts = min(self.state.chunk, self.state.elements), self.state.format.parts
-        flat = self._memory.of(first // self.state.chunk, 4 * chunk * parts).view(torch.float32)
-        return list(flat[: parts * (last - first)].zero_().view(parts, last - first))
+        """Memory for them: where they will be, or some that serves again."""
+        chunk, parts, record = min(self.state.chunk, self.state.elements), self.state.format.parts, self.state.record
+        if isinstance(record, HostRecord) and self.state.format.plain:
+            start = first // self.state.chunk * self.state.format.chunk_bytes(self.state.chunk)
+            flat = record.data[start : start + 4 * parts * (last - first)].view(torch.float32)
+        else:
+            flat = self._memory.of(first // self.state.chunk, 4 * chunk * parts).view(torch.float32)
+        return list(flat[: parts * (last - first)].view(parts, last - first))
 
     def _overlaps(self, place: Place, first: int, last: int) -> bool:
         return place.elem >= 0 and place.elem < last and first < place.elem + place.spec.numel

@@ -1,12 +1,24 @@
-"""Units out of a checkpoint: what can be is staged beside what is there, the rest is put in its place afterwards."""
+"""Units out of a checkpoint: what can be is staged beside what is there or can be undone, the rest comes afterwards."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tierzero.checkpoint.frozen_unit import MOMENTS
 from tierzero.checkpoint.reader import Parts, Reader
-from tierzero.checkpoint.refill import MASTER, Source, Staged, States, new_region, refill_masters, refill_region
+from tierzero.checkpoint.refill import (
+    MASTER,
+    InMemory,
+    Source,
+    Staged,
+    States,
+    new_region,
+    refill_masters,
+    refill_region,
+)
+from tierzero.checkpoint.undo import Undo
 from tierzero.engine import Engine
 from tierzero.errors import NO_ROOM
 from tierzero.optim.adamw import AdamW
@@ -14,13 +26,23 @@ from tierzero.optim.base import TieredOptimizer, home_of
 from tierzero.optim.generic import WrappedOptimizer
 from tierzero.optim.generic_update import replace_states
 from tierzero.units.generic import Kept
-from tierzero.units.records import DiskRecord
+from tierzero.units.records import DiskRecord, HostRecord
 from tierzero.units.unit import Unit
+
+
+@dataclass
+class _Plan:
+    """Of one unit: regions, and whether its state, that are staged on the drive; and that are filled where they are."""
+
+    staged: list[str] = field(default_factory=list)
+    filled: list[str] = field(default_factory=list)
+    state_staged: bool = False
+    state_filled: bool = False
 
 
 class Units:
     """The units of `engine`, whose parameters `optimizers` step, and what `reader` has for them. See refill's Note
-    [staged].
+    [staged] and undo's Note [undo].
     """
 
     def __init__(self, engine: Engine, reader: Reader, optimizers: list[TieredOptimizer]) -> None:
@@ -32,6 +54,8 @@ class Units:
             for unit, index in (home_of(param) for group in one.param_groups for param in group["params"]):
                 self.members.setdefault(unit, {})[index] = one
         self.staged = Staged(engine.store) if engine.store is not None else None
+        self.undo = Undo(engine.homes)
+        self._there: set[tuple[Unit, str]] = set()  # regions in host memory that have their new bytes
 
     # -- what goes where -----------------------------------------------------------------------------------------------
 
@@ -49,37 +73,63 @@ class Units:
                 found[place.region][index] = f"model.{unit.names[index]}"
         return found
 
-    def _on_drive(self, unit: Unit) -> list[str]:
-        """The regions that can be staged."""
-        if unit.generic is not None or self.staged is None:
-            return []
-        return [region for region, record in unit.records.items() if isinstance(record, DiskRecord)]
+    @cached_property
+    def plans(self) -> dict[Unit, _Plan]:
+        """What is compared as it is read, by unit."""
+        return {unit: self._plan(unit) for unit in self.engine.units}
 
-    def _state_on_drive(self, unit: Unit) -> bool:
-        """Whether the unit's state can be staged: all of it changes."""
+    def _plan(self, unit: Unit) -> _Plan:
+        plan, records = _Plan(), unit.records.items()
+        if unit.grad_block is not None and any(isinstance(record, HostRecord) for _, record in records):
+            self.engine.pager.settle(unit, changes=True)  # its gradient buffer may be used
+        if unit.generic is None:
+            if self.staged is not None:
+                plan.staged = [region for region, record in records if isinstance(record, DiskRecord)]
+            host = [region for region, record in records if isinstance(record, HostRecord)]
+            plan.filled = [region for region in host if self.undo.can_keep(unit, region)]
         trained, adam = self._adam(unit)
-        return bool(
-            self.staged is not None and unit.state is not None and unit.state.on_disk and adam and adam == trained
-        )
+        if unit.state is not None and adam and adam == trained:  # all of it changes
+            plan.state_staged = self.staged is not None and unit.state.on_disk
+            plan.state_filled = self.undo.can_remake(unit)
+        return plan
 
     def _state_keys(self, unit: Unit) -> dict[int, dict[str, str]]:
         """The keys of AdamW's states, by parameter and part; float32 parameters are their own masters."""
         adam = self._adam(unit)[1]
         return {index: {MASTER: f"model.{unit.names[index]}", **self.parts(unit, index)} for index in adam}
 
-    def stageable(self) -> set[str]:
-        """The tensors that are compared as they are staged, and used for nothing else before that."""
+    def keys(self, *, on_drive: bool) -> set[str]:
+        """The tensors that are compared as they are staged on the drive, or as they fill host memory, and used for
+        nothing else before that.
+        """
         found: set[str] = set()
-        for unit in self.engine.units:
+        for unit, plan in self.plans.items():
             regions = self._regions(unit)
-            for region in self._on_drive(unit):
+            for region in plan.staged if on_drive else plan.filled:
                 found.update(self.index.aliases.get(key, key) for key in regions[region].values())
-            if self._state_on_drive(unit):
+            if plan.state_staged if on_drive else plan.state_filled:
                 assert unit.state is not None
-                parts = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: unit.state.format.parts]
+                parts = (MASTER, *MOMENTS)[: unit.state.format.parts]
                 for own in self._state_keys(unit).values():
                     found.update(self.index.aliases.get(own[part], own[part]) for part in parts if part in own)
         return found & self.index.tensors.keys()
+
+    # -- where it is ---------------------------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Overwrite in host memory what can be brought back. Errors as `stage`."""
+        for unit, plan in self.plans.items():
+            if plan.filled or plan.state_filled:
+                unit.at_rest(self._fill(unit, plan), changes=True)
+
+    async def _fill(self, unit: Unit, plan: _Plan) -> None:
+        regions = self._regions(unit)
+        for region in plan.filled:
+            self.undo.keep(unit, region)
+            await self._refill(unit, region, regions[region])
+        if plan.state_filled:
+            await self.undo.keep_state(unit)
+            await unit.owner.homes.refill(unit, self._states(unit, set()).planes)
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
@@ -92,26 +142,31 @@ class Units:
             for unit in self.engine.units if self.staged is not None else ():
                 unit.at_rest(self._stage(unit))
         except OSError as error:
-            self.discard()
+            self._drop_staged()
             if error.errno not in NO_ROOM:
                 raise
             return False
         return True
 
     def discard(self) -> None:
-        """Give up what was staged and not taken."""
+        """Give up what was staged and not taken, and bring back what was overwritten, if nothing was taken."""
+        self._drop_staged()
+        for unit in self.undo.units:
+            unit.at_rest(self.undo.put_back(unit), changes=True)
+
+    def _drop_staged(self) -> None:
         if self.staged is not None:
             self.engine.loop.do(self.staged.discard)
 
     async def _stage(self, unit: Unit) -> None:
-        staged, regions = self.staged, self._regions(unit)
+        staged, regions, plan = self.staged, self._regions(unit), self.plans[unit]
         if staged is None:
             return
-        for region in self._on_drive(unit):
+        for region in plan.staged:
             record = unit.records[region]
             assert isinstance(record, DiskRecord)
             staged.add(unit, record, await new_region(unit, region, self._sources(regions[region])))
-        if self._state_on_drive(unit):
+        if plan.state_staged:
             state = unit.state
             assert state is not None
             assert isinstance(state.record, DiskRecord)
@@ -124,16 +179,25 @@ class Units:
         return {index: Parts(self.reader, key) for index, key in keys.items()}
 
     def _states(self, unit: Unit, others: set[int]) -> States:
-        sources: dict[int, dict[str, Source]] = {
-            index: {part: Parts(self.reader, key) for part, key in own.items() if self.index.stored(key) is not None}
-            for index, own in self._state_keys(unit).items()
-        }
+        """`others`: see States."""
+        sources: dict[int, dict[str, Source]] = {}
+        for index, own in self._state_keys(unit).items():
+            there = {key: Parts(self.reader, key) for key in own.values() if self.index.stored(key) is not None}
+            sources[index] = {part: there[key] for part, key in own.items() if key in there}
+            if own[MASTER] == f"model.{unit.names[index]}" and (unit, unit.layout.places[index].region) in self._there:
+                sources[index][MASTER] = InMemory(unit, index)
         return States(unit, sources, others)
+
+    async def _refill(self, unit: Unit, region: str, keys: dict[int, str]) -> None:
+        await refill_region(unit, region, self._sources(keys))
+        if isinstance(unit.records[region], HostRecord):
+            self._there.add((unit, region))
 
     # -- putting back --------------------------------------------------------------------------------------------------
 
     def take(self, unit: Unit) -> None:
-        """Make what was staged current, and put the rest in its place."""
+        """Make what was staged current, and put the rest in its place. There is no way back from here on."""
+        self.undo.forget()
         trained, adam = self._adam(unit)
         members = self.members.get(unit, {})
         if unit.generic is not None:  # its masters change as a whole
@@ -153,19 +217,19 @@ class Units:
 
     async def _take(self, unit: Unit) -> None:
         trained, adam = self._adam(unit)
-        whole = unit.state is not None and bool(adam)
+        whole, plan = unit.state is not None and bool(adam), self.plans[unit]
         staged = {region for region, record in unit.records.items() if self._is_staged(record)}
         state_staged = unit.state is not None and self._is_staged(unit.state.record)
         if self.staged is not None:
             self.staged.publish(unit)
         if unit.generic is None:
             for region, keys in self._regions(unit).items():
-                if region not in staged:
-                    await refill_region(unit, region, self._sources(keys))
+                if region not in staged and region not in plan.filled:
+                    await self._refill(unit, region, keys)
             if unit.state is not None and (not whole or adam != trained):
                 await refill_masters(unit, self._sources({i: f"model.{unit.names[i]}" for i in trained}))
         unit.blank.clear()
-        if whole and not state_staged:
+        if whole and not state_staged and not plan.state_filled:
             await unit.owner.homes.refill(unit, self._states(unit, trained - adam).planes)
         unit.master_edited = True
 

@@ -81,7 +81,8 @@ class StateRecord:
     """master, exp_avg, exp_avg_sq and perhaps max_exp_avg_sq of one unit, chunked as layout's Note [unit layout] says,
     over a Record. All are float32 to the caller; what the format keeps in fewer bits is rounded to nearest.
 
-    `params`: with a split master the record of the unit's bfloat16 parameters, which is written with it.
+    `params`: with a split master the record of the unit's bfloat16 parameters, which is written with it. `untouched`:
+    the version of a record in host memory that is as it was made, masters from the parameters and moments zero.
     """
 
     MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ = 0, 1, 2, 3
@@ -99,6 +100,7 @@ class StateRecord:
         self.chunk = chunk
         self.format = format
         self.params = params
+        self.untouched: int | None = None
         self._turn = asyncio.Lock()  # of whoever changes part of a chunk
 
     @property

@@ -19,7 +19,8 @@ from tierzero.units.share import HostShare, LooseBlock
 from tierzero.units.state_format import StateFormat
 from tierzero.units.unit import Unit
 
-# the float32 parts of a chunk from its first element, end; their memory may serve again blocks.WINDOW calls later
+# the float32 parts of a chunk from its first element, end; their memory may serve again blocks.WINDOW calls later, and
+# may be that of a record in host memory itself
 Planes = Callable[[int, int], Awaitable[list[torch.Tensor]]]
 Make = Callable[[int], Awaitable[torch.Tensor]]
 
@@ -51,6 +52,8 @@ class StateHomes:
             unit.state = await self._fill(unit, format, planes)
         else:
             await self.refill(unit, planes)
+        if isinstance(unit.state.record, HostRecord):
+            unit.state.untouched = unit.state.record.version
         old = unit.records.get("fp32")
         if isinstance(old, DiskRecord):  # from here on a float32 parameter is its master
             del unit.records["fp32"]
@@ -94,7 +97,9 @@ class StateHomes:
         async def one(number: int) -> None:
             first = number * chunk
             raw, _ = pack(format, chunk, await planes(first, min(first + chunk, elements)))
-            host.data[number * size : number * size + raw.numel()].copy_(raw)
+            there = host.data[number * size : number * size + raw.numel()]
+            if there.data_ptr() != raw.data_ptr():
+                there.copy_(raw)
 
         await in_window(-(-elements // chunk), one)
 
