@@ -73,6 +73,17 @@ def tierzero_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(list(arguments), done.exit_code, done.stdout, done.stderr)
 
 
+def tierzero_forked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in a process that begins where torch is loaded, with the environment and directory of this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        errors = Path(folder) / "errors"
+        process, output = forked.start(forked.command, arguments, errors=errors)
+        with output:
+            said = output.read()
+        code = forked.code_of(process)
+        return subprocess.CompletedProcess(list(arguments), code, said, errors.read_text())
+
+
 def train_arguments(out: Path, *settings: str, flags: tuple[str, ...] = ()) -> list[str]:
     chosen = [*TINY, f"train.out={out}", *settings]
     return ["train", *flags, *(word for setting in chosen for word in ("--set", setting))]

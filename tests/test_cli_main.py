@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_process import python_path, tierzero
+from cli_process import python_path, tierzero, tierzero_forked
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help", "-h"])
@@ -58,9 +58,11 @@ def test_help_of_train_names_every_key() -> None:
     ],
 )
 def test_bad_input_is_a_sentence_and_touches_nothing(
-    tmp_path: Path, arguments: list[str], code: int, said: str
+    tmp_path: Path, arguments: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = tierzero(*arguments, cwd=tmp_path, env=python_path() | {"CUDA_VISIBLE_DEVICES": ""})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = tierzero_forked(*arguments)
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
