@@ -52,9 +52,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: object) -> Iterator[None]
 FAILED = pytest.StashKey[bool]()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def small_heap() -> None:
     """What is loaded already is left out of collections, which every test makes."""
+    import torch._dynamo  # noqa: F401 - the first optimizer loads it
+
     gc.collect()
     gc.freeze()
 

@@ -36,8 +36,10 @@ MORE_SHAPES = {
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("shape", MORE_SHAPES)
 def test_shapes(shape: str, accumulate: int, tmp_path: Path) -> None:
-    """More ways to build a model (M5, M9, M12, M23)."""
-    check(MORE_SHAPES[shape], tmp_path, accumulate=accumulate, clip=lambda step, norm: 0.7 * norm if step % 2 else None)
+    """More ways to build a model (M5, M9, M12, M23): each three of shape, accumulation, dtype, placement together."""
+    turn = list(MORE_SHAPES).index(shape) + accumulate // 2
+    clip = lambda step, norm: 0.7 * norm if step % 2 else None
+    check(MORE_SHAPES[shape], tmp_path, accumulate=accumulate, clip=clip, turn=turn)
 
 
 UNITS: dict[str, Any] = {
@@ -49,11 +51,15 @@ UNITS: dict[str, Any] = {
 }
 
 
+CUT = ["plain", "tied", "checkpoint", "block twice"]
+
+
 @pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("shape", ["plain", "tied", "checkpoint", "block twice"])
+@pytest.mark.parametrize("shape", CUT)
 def test_units(shape: str, units: str, tmp_path: Path) -> None:
-    """Units as the user cuts them, nested ones too."""
-    check(models.SHAPES[shape], tmp_path, steps=3, units=UNITS[units])
+    """Units as the user cuts them, nested ones too: every three of units, shape, dtype and placement together."""
+    turn = list(UNITS).index(units) + CUT.index(shape)
+    check(models.SHAPES[shape], tmp_path, steps=3, units=UNITS[units], turn=turn)
 
 
 class PositionTable(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from frozen import Contents, Reader, assert_let_go, contents_of, differing
 from models import SHAPES, Net
 from oracle import Tiered, batches, loss_of, make, same, tiered
@@ -68,9 +69,10 @@ def check(make_run: Callable[[str], Any], moment: str, *, late: bool, when: int 
 
 
 @native
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("placement", ["nvme", "cached", "mixed", "host"])
-@pytest.mark.parametrize("overlap", ["eager", "deferred"])
+@pytest.mark.parametrize(
+    ("placement", "moment", "overlap"),
+    crossed(["nvme", "cached", "mixed", "host"], MOMENTS, two=("eager", "deferred")),
+)
 def test_the_bytes_of_the_moment(overlap: str, placement: str, moment: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if overlap == "eager" or placement == "mixed" else torch.float32
     for late in (True, False) if placement == "mixed" else (True,):
@@ -103,10 +105,12 @@ def test_every_state_format(name: str, placement: str, tmp_path: Path) -> None:
         check(make_run, "after step", late=True)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("placement", ["nvme", "host"])
-@pytest.mark.parametrize("cls", [optim.SGD, optim.Adam, Lion])
-def test_wrapped_optimizers(cls: Any, placement: str, moment: str, tmp_path: Path) -> None:
+OTHERS: dict[str, Any] = {"SGD": optim.SGD, "Adam": optim.Adam, "Lion": Lion}
+
+
+@pytest.mark.parametrize(("name", "moment", "placement"), crossed(OTHERS, MOMENTS, two=("nvme", "host")))
+def test_wrapped_optimizers(name: str, moment: str, placement: str, tmp_path: Path) -> None:
+    cls = OTHERS[name]
     hyper = {"lr": 0.05, "momentum": 0.9} if cls is optim.SGD else {"lr": 1e-2}
     runs: list[TieredOther] = []
 

@@ -32,7 +32,8 @@ CLIPS: dict[str, Callable[[int, float], float | None]] = {
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DTYPES = pytest.mark.parametrize("dtype", PRECISIONS.values(), ids=PRECISIONS)
-PLACES = pytest.mark.parametrize("placement", ["nvme", "cached"])
+PLACEMENTS = ("nvme", "cached")
+PLACES = pytest.mark.parametrize("placement", PLACEMENTS)
 
 
 def tiers_of(model: Any, placement: str, directory: Path) -> tz.Tiers:
@@ -163,9 +164,9 @@ def edit_master(plain: Plain, run: Tiered, ids: torch.Tensor) -> None:
                 state["master"].copy_(plain.masters[param])
 
 
-@pytest.mark.parametrize(
-    "between",
-    [
+BETWEEN = {
+    work.__name__: work
+    for work in (
         lower_rate,
         evaluate,
         backward_again,
@@ -177,13 +178,13 @@ def edit_master(plain: Plain, run: Tiered, ids: torch.Tensor) -> None:
         snapshot,
         load_weights,
         edit_master,
-    ],
-)
-@PLACES
-@DTYPES
-def test_anything_between_backward_and_step(
-    between: Callable[[Plain, Tiered, torch.Tensor], None], placement: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+    )
+}
+
+
+@pytest.mark.parametrize(("name", "placement", "precision"), crossed(BETWEEN, PLACEMENTS, two=tuple(PRECISIONS)))
+def test_anything_between_backward_and_step(name: str, placement: str, precision: str, tmp_path: Path) -> None:
+    between, dtype = BETWEEN[name], PRECISIONS[precision]
     plain, opened = pair_of(placement, dtype, tmp_path)
     with opened as run:
         for number, ids in enumerate(batches(6)):

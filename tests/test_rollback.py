@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from frozen import contents_of, differing
 from models import SHAPES, Net
 from oracle import HYPER, Plain, Tiered, assert_same, batches, loss_of, make, same, tiered, tiers_for, train_both
@@ -63,9 +64,10 @@ def check(run: Any, **options: Any) -> None:
 
 
 @native
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("placement", ["nvme", "cached", "mixed"])
-@pytest.mark.parametrize("overlap", ["eager", "auto", "deferred"])
+@pytest.mark.parametrize(
+    ("overlap", "placement", "accumulate"),
+    crossed(["eager", "auto", "deferred"], ["nvme", "cached", "mixed"], two=(1, 2)),
+)
 def test_the_same_steps_again(overlap: str, placement: str, accumulate: int, tmp_path: Path) -> None:
     model = make(SHAPES["tied"], torch.float32 if accumulate == 1 else torch.bfloat16)
     with tiered(model, tiers_of(model, placement, tmp_path), overlap=overlap) as run:
