@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -285,6 +287,20 @@ def test_cancelled(run: Tiered, tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert not caplog.records
     tz.load(run.model, folder / "two", run.optimizer)
     assert read_index(folder / "one").tensors
+
+
+def test_cancelled_by_whoever_was_interrupted_waiting(tmp_path: Path) -> None:
+    """Ctrl-C while one waits, then cancel(): it does not stand behind the wait that nobody is in any more."""
+    model = torch.nn.Linear(400, 300)  # 1.9 MB of checkpoint, two seconds
+    with tiered(model, tiers_for(model, "nvme", tmp_path / "store")) as run:
+        going = tz.save(run.model, tmp_path / "save", run.optimizer, limit=1_000_000)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            going.result()
+        going.cancel()
+        assert not (tmp_path / "save").exists()
+        with pytest.raises(tz.TierzeroError, match="save was cancelled"):
+            going.result()
 
 
 def test_what_a_save_says_of_itself(run: Tiered, tmp_path: Path) -> None:

@@ -59,7 +59,26 @@ def test_somebody_waits_for_the_save() -> None:
     for _ in range(8):
         beside.window(waits=1.0, busy=1.0)
     beside.waiting = 1
-    asyncio.run(beside.pace.after(1e9, 1))
+    asyncio.run(beside.pace.after(1e9, 1e9, 1))
+
+
+@pytest.mark.parametrize(("limited", "expected"), [(False, 5.0), (True, 2.0)])
+def test_a_limit_is_not_the_drives_time(limited: bool, expected: float) -> None:
+    """What a buffer is taken to cost: its reading and writing, or its reading twice where its writing is held."""
+    beside = Beside()
+    pace = Pace(beside.metrics, lambda: False, limited, now=lambda: beside.now)
+    pace.rest = 1.0
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        beside.now += seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tierzero.checkpoint.pace.asyncio.sleep", sleep)
+        patch.setattr(pace, "judge", lambda: None)
+        asyncio.run(pace.after(1.0, 4.0, 8 << 20))
+    assert sum(slept) == pytest.approx(expected)
 
 
 def test_beside_training(tmp_path: Path) -> None:

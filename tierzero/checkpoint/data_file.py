@@ -129,10 +129,11 @@ class Writer:
         self,
         file: BlockFile,
         hurry: Callable[[], bool] = lambda: True,
-        rest: Callable[[float, int], Awaitable[None]] | None = None,
+        rest: Callable[[float, float, int], Awaitable[None]] | None = None,
     ) -> None:
         """`hurry()`: whether somebody waits. Else one buffer is under way at a time, and `rest` is awaited after each
-        with the seconds and bytes that it took, in sections that are not urgent: training has the drive.
+        with the seconds of reading and of writing and the bytes, in sections that are not urgent: training has the
+        drive.
         """
         self.file = file
         self.hurry = hurry
@@ -160,10 +161,11 @@ class Writer:
             mine.append(self._begin(self._fill(load, buffer, sums), self._filling))
             if not self.hurry():
                 await asyncio.wait(mine[-1:])
+                read = time.monotonic()
                 if self._writing:
                     await asyncio.wait(self._writing)
                 if self.rest is not None and not urgent and load.used:
-                    await self.rest(time.monotonic() - began, load.used)
+                    await self.rest(read - began, time.monotonic() - read, load.used)
         if mine:
             await asyncio.wait(mine)
         self._check()

@@ -6,7 +6,7 @@ what a step waits for. The two are told apart by what is counted anyway: how lon
 fetches, updates and gradients, and how long the drive was busy for it. The save begins with SHARE of the drive's time:
 after each buffer it rests. In each window of time in which training does not wait for a busy drive it rests half as
 long, otherwise twice as long, up to that. What a buffer costs is the least that one has taken: the rest of its time it
-stood in line.
+stood in line. Where a limit holds its writing, that is taken to last as long as its reading.
 Whoever waits for the save ends that.
 """
 
@@ -28,10 +28,19 @@ _SLICE = 0.05  # seconds after which a rest looks whether somebody waits
 
 
 class Pace:
-    """The pace of one save beside the training that `metrics` count. `hurry()`: whether somebody waits for the save."""
+    """The pace of one save beside the training that `metrics` count. `hurry()`: whether somebody waits for the save.
+    `limited`: whether its writes are held below a rate.
+    """
 
-    def __init__(self, metrics: Metrics, hurry: Callable[[], bool], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        hurry: Callable[[], bool],
+        limited: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._now = now
+        self._limited = limited
         self.metrics = metrics
         self.hurry = hurry
         self.rest = _MOST
@@ -54,9 +63,12 @@ class Pace:
         self._then = now, waited, busy
         self.rest = min(max(2 * self.rest, 1.0), _MOST) if disturbed else self.rest / 2 if self.rest > 0.1 else 0.0
 
-    async def after(self, seconds: float, nbytes: int) -> None:
-        """Rest after `seconds` in which `nbytes` were read and written, as long as training needs the drive."""
+    async def after(self, read: float, written: float, nbytes: int) -> None:
+        """Rest after `nbytes` that were read in `read` and written in `written` seconds, as long as training needs the
+        drive.
+        """
         self.judge()
+        seconds = read + (min(read, written) if self._limited else written)
         self._least = min(self._least, seconds / nbytes)
         until = self._now() + self.rest * self._least * nbytes
         while (left := until - self._now()) > 0 and not self.hurry():

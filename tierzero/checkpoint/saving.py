@@ -177,7 +177,7 @@ class Saving:
                 self._cancelled = True
                 self._writer.cancel(TierzeroError(f"the save into {self.path} was cancelled: nothing of it is left"))
 
-        self._engine.loop.do(stop)
+        self._engine.loop.call(stop)  # not behind a wait of this thread that a signal has interrupted
         self.wait()
 
     def finish(self) -> None:
@@ -238,7 +238,7 @@ class Saving:
             try:
                 await asyncio.to_thread(file.preallocate, at)
                 hurry = lambda: self._waited_for > 0
-                writer = self._writer = Writer(file, hurry, Pace(self._engine.metrics, hurry).after)
+                writer = self._writer = Writer(file, hurry, Pace(self._engine.metrics, hurry, self._limit > 0).after)
                 try:
                     await writer.write(first)
                     await writer.finish()
