@@ -1,6 +1,7 @@
-"""tierzero's side of nvme.py: the engine and its memory as they come, nothing set, asked for records of 128 MiB.
+"""tierzero's side of nvme.py: the engine and its memory as they come, nothing set.
 
-A question is {"kind": "read" | "write" | "mixed", "passes": n}; the first argument is the file.
+A question is {"kind": "read" | "write" | "mixed", "passes": n, "memory": bytes}; the first argument is the file. The
+memory is asked for in four requests, or in as many of 128 MiB as it takes; each is asked for again when it has ended.
 """
 
 from __future__ import annotations
@@ -36,14 +37,20 @@ def main() -> None:
     target = Named(file, file.size())
     engine = NATIVE.Engine()
     described = engine.describe()
-    setting = Setting(engine.name, described["block"], described["depth"])
-    buffers = Buffers([setting])
+
+    def asked(memory: int) -> Setting:
+        """What run() takes for requests that fill `memory`."""
+        count = max(4, memory // MOST_REQUEST)
+        return Setting(engine.name, memory // count // 4096 * 4096, count - 1)
+
+    buffers = Buffers([asked(target.size)])
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         if question["kind"] == "describe":
             return {key: value for key, value in described.items() if key != "drives"}
-        how = {"request": MOST_REQUEST, "engine": engine}
-        sample = run(setting, target, buffers, question["kind"], nbytes=question["passes"] * target.size, **how)
+        setting, nbytes = asked(question["memory"]), question["passes"] * target.size
+        how = {"request": setting.block, "engine": engine}
+        sample = run(setting, target, buffers, question["kind"], nbytes=nbytes, **how)
         return {
             "nbytes": sample.moved,
             "seconds": sample.seconds,

@@ -27,6 +27,16 @@ class Job:
     extra: tuple[str, ...] = ()
 
     @property
+    def threads(self) -> int:
+        """How many transfer, each with its own requests in flight."""
+        return next((int(word.split("=")[1]) for word in self.extra if word.startswith("--numjobs=")), 1)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the buffers that it uses in turn."""
+        return self.block * self.depth * self.threads
+
+    @property
     def label(self) -> str:
         words = [self.engine, f"{self.block / (1 << 20):g} MiB x {self.depth}", *self.extra]
         return " ".join([*words, *(["huge pages"] if self.huge else [])])
