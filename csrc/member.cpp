@@ -66,8 +66,14 @@ bool direct_works_on_empty(const std::string& path) {
 
 // The same on a nameless neighbour of `path`. IoFailure where that cannot be tried for want of descriptors.
 bool direct_works(const std::string& path) {
-    const std::string probe = path + ".probe-" + std::to_string(getpid());
-    const int fd = open_retry(probe, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
+    const std::string place =
+        path.substr(0, path.find_last_of('/') + 1) + ".tierzero-probe-" + std::to_string(getpid());
+    std::string probe;
+    int fd;
+    do {  // a name of its own: other threads try here too, and one that was killed may have left its name
+        probe = place + "-" + std::to_string(next_id++);
+        fd = open_retry(probe, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
+    } while (fd < 0 && errno == EEXIST);
     if (fd < 0) {
         const int code = errno;
         if (code == EINVAL) ::unlink(probe.c_str());  // some kernels create the name before refusing the flag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -116,3 +117,31 @@ def test_buffered_where_direct_is_refused() -> None:
         engine.close()
     finally:
         os.unlink(path)
+
+
+def direct(path: Path) -> bool:
+    file = _native.File(str(path))
+    try:
+        return bool(file.direct)
+    finally:
+        file.close()
+
+
+@pytest.mark.parametrize("length", [1, 200, 255])
+def test_direct_whatever_lies_beside_it_and_however_many_open(tmp_path: Path, length: int) -> None:
+    """A file with bytes in it is tried on a neighbour, whose name depends neither on the file's nor on others'."""
+    empty, full = tmp_path / "empty", tmp_path / ("n" * length)
+    full.write_bytes(bytes(8192))
+    if not direct(empty):
+        pytest.skip("no direct I/O here")
+    # as a process of the same id that was killed may have left them
+    stale = [tmp_path / f"{name}.probe-{os.getpid()}" for name in ("n", "n" * 200)]
+    stale += [tmp_path / f".tierzero-probe-{os.getpid()}-{number}" for number in range(1, 3000)]
+    for path in stale:
+        path.touch()
+    assert direct(full)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(direct, [full] * 200))
+    for path in stale:
+        path.unlink()  # somebody's: they are left alone
+    assert sorted(tmp_path.iterdir()) == sorted({empty, full})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -192,3 +193,21 @@ def test_where_they_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert profiles.directory() == tmp_path / "home" / ".cache" / "tierzero" / "nvme"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failing_write_names_the_file_and_leaves_the_former(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, profile: Profile, call: str
+) -> None:
+    file = profiles.save(profile)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write and fsync raise it: without a name
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space") as failed:
+            profiles.save(replace(profile, depth=16))
+    assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, str(file))
+    assert list(file.parent.iterdir()) == [file]
+    assert profiles.load(tmp_path) == profile

@@ -12,6 +12,7 @@ import os
 import stat
 import tempfile
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,10 @@ def save(profile: Profile) -> Path:
             out.flush()
             os.fsync(out.fileno())
         os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
+    except BaseException as error:
+        with suppress(FileNotFoundError):  # interrupted behind the replacing
+            os.unlink(name)
+        if isinstance(error, OSError) and error.filename is None:  # a write tells only its descriptor
+            error.filename = str(file)
         raise
     return file
