@@ -73,6 +73,22 @@ def test_rates_add_up(steps: list[tuple[float, int]], count: int) -> None:
     assert sum(parts) * passed / count == pytest.approx(moved, rel=1e-6, abs=1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffered_writes_have_their_flush_in_every_part(tmp_path: Path, kind: str) -> None:
+    """However long the flush takes: a part of the time in which nothing more was asked for is none without writes."""
+    assert NATIVE is not None
+    setting = Setting("pool", 1 << 20, 4)
+    with Scratch([tmp_path], 64 << 20) as scratch:
+        scratch.file.close()
+        scratch.file = NATIVE.File(scratch.fd_paths[0], create=False, direct=False)
+        buffers = Buffers([setting])
+        run(setting, scratch, buffers, "write", nbytes=64 << 20)
+        sample = run(setting, scratch, buffers, kind, nbytes=256 << 20)
+    assert sample.timeline[-1][1] == sample.moved
+    parts = rates(sample.timeline, 1000)
+    assert kind == "read" or parts == pytest.approx([sample.rate] * 1000, rel=0.1)
+
+
 def test_a_steady_rate_is_level() -> None:
     assert rates([(t / 10, t * 100) for t in range(1, 101)], 7) == pytest.approx([1000.0] * 7)
     assert rates([], 3) == []
