@@ -73,6 +73,7 @@ def test_rates_add_up(steps: list[tuple[float, int]], count: int) -> None:
     assert sum(parts) * passed / count == pytest.approx(moved, rel=1e-6, abs=1)
 
 
+@needs_native
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffered_writes_have_their_flush_in_every_part(tmp_path: Path, kind: str) -> None:
     """However long the flush takes: a part of the time in which nothing more was asked for is none without writes."""
