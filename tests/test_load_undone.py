@@ -1,4 +1,4 @@
-"""What a load that fails or is interrupted leaves to others: graphs made before, updates and saves that go on, and other
+"""What a load that fails or is interrupted leaves to others: graphs made before, updates and saves that go on, other
 optimizers.
 """
 
@@ -23,6 +23,7 @@ from test_save_optimizers import assert_equal, bits
 import tierzero as tz
 from tierzero.checkpoint.frozen import freeze
 from tierzero.checkpoint.index import read_index
+from tierzero.checkpoint.reader import Reader
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 BIG = tz.Tiers(host="1GiB", device="1GiB", compute="cpu")
@@ -82,7 +83,7 @@ def when_wanted(run: Tiered, then: Callable[[], None]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("store", [False, True])
-def test_interrupted_as_it_waits_for_a_save(store: bool, tmp_path: Path) -> None:
+def test_interrupted_as_it_waits_for_a_save(store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was about to overwrite stays, also when the save is over."""
     folder = saved(tmp_path / "save", torch.float32, damaged=False)
     tiers = tz.Tiers(nvme=tmp_path / "store", host="1GiB", device="1GiB", compute="cpu") if store else BIG
@@ -94,6 +95,13 @@ def test_interrupted_as_it_waits_for_a_save(store: bool, tmp_path: Path) -> None
             time.sleep(0.1)
             frozen.release()
 
+        close = Reader.close
+
+        def closed_late(reader: Reader) -> None:
+            run.engine.loop.do(lambda: None)
+            close(reader)
+
+        monkeypatch.setattr(Reader, "close", closed_late)
         thread = when_wanted(run, interrupt)
         with pytest.raises(KeyboardInterrupt):
             tz.load(run.model, folder, run.optimizer)
@@ -117,7 +125,8 @@ def test_an_update_that_is_queued(dtype: torch.dtype, tmp_path: Path) -> None:
         for each in (run, plain):
             each.step()
             each.zero_grad()
-        thread = when_wanted(run, frozen.release)
+        thread = threading.Timer(0.3, frozen.release)  # the load has looked at the states before
+        thread.start()
         with pytest.raises(tz.StoreCorruptError, match="exp_avg_sq"):
             tz.load(run.model, folder, run.optimizer)
         thread.join()

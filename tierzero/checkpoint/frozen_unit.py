@@ -116,8 +116,8 @@ class Source:
 class FrozenUnit:
     """One unit: `sources` for all its tensors. `steps`: each parameter's optimizer steps.
     `scales`: what waits to be multiplied into each gradient at the step (inverse loss scale, clip coefficient).
-    `values`: what wrapped optimizers keep for each parameter besides tensors, by its index. `adam`: the parameters whose
-    moments are AdamW's, zero where another optimizer has yet to step.
+    `values`: what wrapped optimizers keep for each parameter besides tensors, by its index. `adam`: the parameters
+    whose moments are AdamW's, zero where another optimizer has yet to step.
     """
 
     def __init__(self, unit: Unit, *, gradients: bool) -> None:
