@@ -44,7 +44,7 @@ class Slot:
 @dataclass
 class Kept:
     """What is kept for one parameter: the optimizer class that made it, the float32 master (where it is kept here) and
-    its values by name. Either all tensors in it are real or all are Slots, scalars apart.
+    its values by name. Either all tensors in it are real or all are Slots, scalar values apart.
     """
 
     made_by: str
