@@ -155,7 +155,7 @@ def cases(
         rings = samples.get(f"fio io_uring {kind}", samples[f"fio {kind}"])
         yield case(f"{kind} / best fio", "GB/s", own, samples[f"fio {kind}"], rate, best.label)
         yield case(f"{kind}{LARGE} / best fio", "GB/s", large, samples[f"fio {kind}"], rate, best.label)
-        yield case(f"{kind} CPU / fio io_uring", "CPU s/GB", own, rings, cpu, ring.label)
+        yield case(f"{kind} CPU / fio io_uring", "CPU s/GB", large, rings, cpu, ring.label)
     for kind, handle in handles.items():
         own = samples[f"tierzero {kind}{LARGE}"]
         yield case(f"{kind} / best deepspeed", "GB/s", own, samples[f"deepspeed {kind}"], rate, handle)

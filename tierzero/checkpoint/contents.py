@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tierzero.checkpoint.frozen import Frozen
-from tierzero.checkpoint.frozen_unit import FrozenUnit, Source
+from tierzero.checkpoint.frozen_unit import MOMENTS, FrozenUnit, Source
 from tierzero.engine import Engine
 from tierzero.errors import TierzeroError
 from tierzero.optim.adamw import AdamW
@@ -193,6 +193,8 @@ def gather(
             elif source.part == "grad" and gradients:
                 found.add_tensor(("gradients", source.name), source, unit)
                 scales[source.name] = unit.scales[source.index]
+            elif source.part in MOMENTS and source.index in unit.adam and not isinstance(chosen, AdamW):
+                continue  # they belong to no optimizer that is saved
             elif source.part != "grad" and chosen is not None:
                 found.add_tensor(("optimizer", "state", source.name, source.part), source, unit)
     names = names_of(model)

@@ -116,7 +116,8 @@ class Source:
 class FrozenUnit:
     """One unit: `sources` for all its tensors. `steps`: each parameter's optimizer steps.
     `scales`: what waits to be multiplied into each gradient at the step (inverse loss scale, clip coefficient).
-    `values`: what wrapped optimizers keep for each parameter besides tensors, by its index.
+    `values`: what wrapped optimizers keep for each parameter besides tensors, by its index. `adam`: the parameters
+    whose moments are AdamW's, zero where another optimizer has yet to step.
     """
 
     def __init__(self, unit: Unit, *, gradients: bool) -> None:
@@ -125,6 +126,7 @@ class FrozenUnit:
         self.steps = list(unit.steps)
         self.scales = list(zip(unit.unscaled, unit.coef, strict=True))
         self.values: dict[int, dict[str, Any]] = {}
+        self.adam: set[int] = set()
         self.gradients = [index for index, rest in enumerate(unit.rest) if gradients and rest.grad is not None]
         self.gate = Gate(unit.pending, gradients=bool(self.gradients))
         self.done = False
@@ -153,6 +155,7 @@ class FrozenUnit:
             if place.region == "param":
                 yield index, name, "master", shape, torch.float32
             if kept is None or not kept.values:
+                self.adam.add(index)
                 for part in MOMENTS[: unit.state.format.parts - 1]:
                     yield index, name, part, shape, torch.float32
         if kept is not None:

@@ -262,11 +262,17 @@ class Loading:
 
     def _take(self, groups: list[dict[str, Any]]) -> None:
         """Everything of the model and the optimizers, unit by unit."""
+        before = [(group, dict(group)) for one in self.optimizers for group in one.param_groups]
         for one in self.optimizers:
             count = len(one.param_groups)
             try:
                 take_groups(one, groups[:count])
-            except (TypeError, ValueError, KeyError) as error:
+            except BaseException as error:
+                for group, values in before:  # of optimizers before this one too
+                    group.clear()
+                    group.update(values)
+                if not isinstance(error, (TypeError, ValueError, KeyError)):
+                    raise
                 what = self._differs(f"its hyper-parameters do not fit {made_by(one)} ({error})")
                 raise ConfigError(str(what)) from error
             groups = groups[count:]

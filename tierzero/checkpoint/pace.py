@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from tierzero.monitoring.metrics import Metrics
 
-SHARE = 0.03  # of the drive's time that a save takes at least
+SHARE = 0.04  # of the drive's time that a save takes at least
 _MOST = (1 - SHARE) / SHARE  # seconds of rest for one of I/O
 _WINDOW = 0.25  # seconds
 _WAITS = 0.02  # of the time that training waits: less is no bottleneck

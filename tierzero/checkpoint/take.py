@@ -80,7 +80,9 @@ class Units:
 
     def _plan(self, unit: Unit) -> _Plan:
         plan, records = _Plan(), unit.records.items()
-        if unit.grad_block is not None and any(isinstance(record, HostRecord) for _, record in records):
+        in_host = any(isinstance(record, HostRecord) for _, record in records)
+        in_host |= unit.state is not None and not unit.state.on_disk
+        if unit.grad_block is not None and in_host:
             self.engine.pager.settle(unit, changes=True)  # its gradient buffer may be used
         if unit.generic is None:
             if self.staged is not None:
@@ -151,8 +153,8 @@ class Units:
     def discard(self) -> None:
         """Give up what was staged and not taken, and bring back what was overwritten, if nothing was taken."""
         self._drop_staged()
-        for unit in self.undo.units:
-            unit.at_rest(self.undo.put_back(unit), changes=True)
+        for unit in self.engine.loop.do(lambda: self.undo.units):  # behind what an interrupted wait has left running
+            unit.at_rest(self.undo.put_back(unit), writes=True)
 
     def _drop_staged(self) -> None:
         if self.staged is not None:

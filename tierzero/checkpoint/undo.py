@@ -11,6 +11,7 @@ Of states that were trained they cannot, so what replaces those is compared befo
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import torch
@@ -23,9 +24,10 @@ from tierzero.units.unit import Unit
 @dataclass
 class _Kept:
     """Of one unit: (record, its count of changes, its bytes or None for nothing to lose), the same of its state, whose
-    bytes are the masters that are parameters nowhere else.
+    bytes are the masters that are parameters nowhere else. `version`: of the unit's parameters, as graphs know it.
     """
 
+    version: int
     regions: list[tuple[HostRecord, int, torch.Tensor | None]] = field(default_factory=list)
     state: tuple[HostRecord, int, torch.Tensor | None] | None = None
 
@@ -80,7 +82,7 @@ class Undo:
         return all(index in unit.blank for index, place in enumerate(unit.layout.places) if place.region == region)
 
     def _of(self, unit: Unit) -> _Kept:
-        return self._kept.setdefault(unit, _Kept())
+        return self._kept.setdefault(unit, _Kept(unit.version))
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ class Undo:
         return list(self._kept)
 
     async def put_back(self, unit: Unit) -> None:
-        """Everything of the unit is as it was."""
+        """Everything of the unit is as it was, and a graph that was made before can be walked."""
         kept = self._kept.pop(unit)
         for record, version, there in kept.regions:
             if there is not None:
@@ -108,6 +110,10 @@ class Undo:
                 await state.write(StateRecord.MASTER, 0, there.view(torch.float32))
             await self.homes.create_state(unit)
             record.version = state.untouched = version
+        unit.owner.pager.residency.stale(unit)
+        if unit.arrival is not None:  # a fetch that has read some of both would take them for what they were
+            await asyncio.wait([unit.arrival])
+        unit.version = kept.version
 
 
 def _spare(unit: Unit) -> bool:

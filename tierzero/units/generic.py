@@ -44,7 +44,7 @@ class Slot:
 @dataclass
 class Kept:
     """What is kept for one parameter: the optimizer class that made it, the float32 master (where it is kept here) and
-    its values by name. Either all tensors in it are real or all are Slots, scalars apart.
+    its values by name. Either all tensors in it are real or all are Slots, scalar values apart.
     """
 
     made_by: str
@@ -126,9 +126,9 @@ def lay_out(drafts: dict[int, Kept]) -> tuple[dict[int, Kept], int]:
     """Slots for the tensors of `drafts`, and the bytes of the record; scalars are copied."""
     end = 0
 
-    def slot(value: Any) -> Any:
+    def slot(value: Any, master: bool = False) -> Any:
         nonlocal end
-        if not _in_record(value):
+        if not master and not _in_record(value):
             return value.detach().clone() if isinstance(value, torch.Tensor) else value
         place = Slot(end, tuple(value.shape), value.dtype)
         end = round_up(end + place.nbytes, ALIGN)
@@ -137,7 +137,7 @@ def lay_out(drafts: dict[int, Kept]) -> tuple[dict[int, Kept], int]:
     kept = {
         index: Kept(
             draft.made_by,
-            None if draft.master is None else slot(draft.master),
+            None if draft.master is None else slot(draft.master, master=True),
             {name: slot(value) for name, value in draft.values.items()},
             draft.resumed,
         )
