@@ -184,6 +184,20 @@ def test_an_optimizer_built_before_offload(tmp_path: Path) -> None:
         assert not replaced._REPLACED
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_of_torch_over_an_offloaded_model(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Its step says which optimizers to take instead; a closure that uses a weight is told what it always is."""
+    model = make(Net)
+    with tiered(model, tiers_for(model, "nvme", tmp_path)) as run:
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        loss_of(model, next(batches(1))).backward()
+        with pytest.raises(tz.PagedOutError, match=rf"{kind.__name__} cannot step .*wrap_optimizer\({kind.__name__}"):
+            optimizer.step()
+        with pytest.raises(tz.PagedOutError, match=r"paged out.*unsharded"):
+            run.optimizer.step(lambda: next(model.parameters()).sum())
+
+
 def test_stepping_inside_the_model(tmp_path: Path) -> None:
     """step() during a forward or inside `unsharded` is refused before anything changes."""
 
