@@ -55,12 +55,14 @@ def _warn_of_memory(placement: Placement) -> None:
     """The host tier's pages are there once they are touched: a budget above the memory would show as a kill, later."""
     memory = memory_limit()
     if placement.host_needed > memory:
+        least = f"the smallest one that works is {format_size(placement.host_min)}"
+        lower = placement.host_min <= memory
         log.warning(
             "the host budget lets the model use %s of host memory, and this process may use %s: it will swap or be "
-            "killed when that is full. Give a lower host budget; the smallest one that works is %s",
+            "killed when that is full. %s",
             format_size(placement.host_needed),
             format_size(memory),
-            format_size(placement.host_min),
+            f"Give a lower one; {least}" if lower else f"Here {least}: use a drive (nvme=), or freeze parameters",
         )
 
 
