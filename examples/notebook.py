@@ -29,7 +29,7 @@ def batch(rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # %% Where will what live? Nothing is allocated for the answer
-tiers = tz.Tiers(nvme=nvme, host="64MiB", device="1MiB")
+tiers = tz.Tiers(nvme=nvme, host="17MiB", device="1MiB")
 plan = tz.plan(model, tiers)
 print(f"{plan.params:,} parameters need {plan.device_needed:,} bytes on the device and {plan.host_needed:,} in memory")
 

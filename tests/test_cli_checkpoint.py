@@ -310,6 +310,7 @@ def test_what_cannot_be_gone_on_from(copy: Path, tmp_path: Path) -> None:
     done = train(tmp_path / "third", *SETTINGS, flags=("--resume-from", str(last), "--overwrite"))
     assert done.returncode == 0, done.stderr
     assert "resumed after step 10 of 10" in done.stdout
+    assert "no steps are left to train" in done.stdout
 
 
 @pytest.mark.parametrize("length", [0, 1, 300])

@@ -96,6 +96,7 @@ def test_bad_sizes_name_the_key(key: str, text: str) -> None:
     ("toml", "sentence"),
     [
         ("[trian]\nsteps = 3\n", "unknown section trian; did you mean train?"),
+        ("[qwertz]\nlr = 3\n", "unknown section qwertz; the sections are model, data, train, tiers, checkpoint"),
         ("steps = 3\n", "unknown key steps; did you mean train.steps?"),
         ("train = 3\n", "train must be a table of keys ([train] on a line of its own), got 3"),
         ("[train]\nLR = 3\n", "unknown key train.LR; did you mean train.lr?"),

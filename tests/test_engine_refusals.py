@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,34 @@ def test_an_optimizer_built_before_offload(tmp_path: Path) -> None:
         del early
         gc.collect()
         assert not replaced._REPLACED
+
+
+def test_a_host_budget_above_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told before the memory is full; one that the model does not use is fine."""
+    for memory, told in ((1 << 20, True), (1 << 40, False)):
+        monkeypatch.setattr("tierzero.engine.memory_limit", lambda memory=memory: memory)
+        caplog.clear()
+        model = make(Net)
+        with caplog.at_level(logging.WARNING, "tierzero"):
+            tz.offload(model, tz.Tiers(nvme=tmp_path / "store", host="2GiB", device="1GiB", compute="cpu"))
+        tz.close(model)
+        assert ("this process may use 1.0 MiB" in caplog.text) is told
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_of_torch_over_an_offloaded_model(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Its step says which optimizers to take instead; a closure that uses a weight is told what it always is."""
+    model = make(Net)
+    with tiered(model, tiers_for(model, "nvme", tmp_path)) as run:
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        loss_of(model, next(batches(1))).backward()
+        with pytest.raises(tz.PagedOutError, match=rf"{kind.__name__} cannot step .*wrap_optimizer\({kind.__name__}"):
+            optimizer.step()
+        with pytest.raises(tz.PagedOutError, match=r"paged out.*unsharded"):
+            run.optimizer.step(lambda: next(model.parameters()).sum())
 
 
 def test_stepping_inside_the_model(tmp_path: Path) -> None:

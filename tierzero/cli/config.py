@@ -240,7 +240,8 @@ def _unknown(tables: dict[str, Any]) -> Iterable[str]:
     for section, table in tables.items():
         if section not in SECTIONS:
             kind = "section" if isinstance(table, dict) else "key"
-            yield f"unknown {kind} {section}{did_you_mean(section, [*SECTIONS, *KEYS])}"
+            hint = did_you_mean(section, [*SECTIONS, *KEYS]) or f"; the sections are {', '.join(SECTIONS)}"
+            yield f"unknown {kind} {section}{hint}"
         elif not isinstance(table, dict):
             yield f"{section} must be a table of keys ([{section}] on a line of its own), got {table!r}"
         else:
@@ -281,7 +282,10 @@ def _check(config: Config) -> None:
                     f"model.{key} has no effect together with model.path: the model's config.json says it; remove one"
                 )
         if not model.path.is_dir():
-            raise ConfigError(f"model.path {model.path} is not a directory with config.json and safetensors files")
+            raise ConfigError(
+                f"model.path {model.path} is not a directory with config.json and safetensors files; a name on the "
+                "Hugging Face hub is not looked up: fetch it first, with hf download NAME --local-dir DIR"
+            )
     else:
         _check_decoder(config)
     if data.path is not None and not data.path.exists():

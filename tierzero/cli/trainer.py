@@ -123,6 +123,8 @@ class Trainer:
             f"resumed after step {self.step} of {self.config.train.steps} from {where}: parameters, "
             "optimizer states, scheduler and random generators restored"
         )
+        if self.step >= self.config.train.steps:
+            self.view.say("  no steps are left to train: a larger train.steps goes on")
         for change in checkpoints.changes(meta["settings"], self.config):
             self.view.say(f"  set otherwise than before: {change}")
         if meta["text"] != self.task.corpus.fingerprint():

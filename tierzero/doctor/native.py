@@ -10,6 +10,7 @@ from typing import Any
 
 from tierzero.doctor.finding import Finding, one_line
 from tierzero.doctor.machine import huge_pages, read
+from tierzero.hardware.tuning import engine_options, measured
 from tierzero.native import NATIVE
 from tierzero.sizes import format_size
 
@@ -100,7 +101,7 @@ def _round_trip(name: str) -> tuple[dict[str, Any], bool]:
     slab = NATIVE.Slab(_SLAB)
     block = slab.array()
     block[:_BLOCK] = 0xA5
-    engine = NATIVE.Engine()
+    engine = NATIVE.Engine(**engine_options(measured([os.path.dirname(name)])))  # as the profile says, if there is one
     file = NATIVE.File(name)
     try:
         registered = bool(engine.register(block))

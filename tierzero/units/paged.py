@@ -13,6 +13,8 @@ takes the place of the one at rest (see lending.py). What needs no bytes, and wh
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -205,6 +207,13 @@ def _paged_out(what: str, tensors: list[Paged]) -> PagedOutError:
             f"{what} needs the values of {', '.join(names)}, whose engine was closed by tierzero.close(); "
             "build the model anew"
         )
+    optimizer = _stepping(tensors)
+    if optimizer is not None:
+        return PagedOutError(
+            f"{type(optimizer).__name__} cannot step {', '.join(names)}, which the tiers hold. Build "
+            "tierzero.AdamW(model.parameters(), ...) instead, or for other classes "
+            f"tierzero.wrap_optimizer({type(optimizer).__name__}, model.parameters(), ...)"
+        )
     return PagedOutError(
         f"{what} needs the values of {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} paged out: "
         "parameters are resident only while the module that owns them runs forward or backward. "
@@ -212,6 +221,19 @@ def _paged_out(what: str, tensors: list[Paged]) -> PagedOutError:
         "that uses it with "
         "tierzero.register_forward_method(module, name)"
     )
+
+
+def _stepping(tensors: list[Paged]) -> torch.optim.Optimizer | None:
+    """An optimizer of others in whose step this happens to parameters that it was given, if there is one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.optim.Optimizer):
+            given = {id(param) for group in found.param_groups for param in group["params"]}
+            ours = type(found).__module__.startswith("tierzero.")
+            return None if ours or given.isdisjoint(map(id, tensors)) else found
+        frame = frame.f_back
+    return None
 
 
 def _tensors(*trees: Any) -> list[Paged]:

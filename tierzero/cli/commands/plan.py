@@ -48,7 +48,7 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="Memory of the machine. Default: what this process may use.")
     ] = None,
     host: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The host budget, or a share of the memory: `60%`.")
+        str | None, typer.Option(metavar="SIZE", help="The host budget, or a share of the memory; default `60%`.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The device budget. Default: half of the device's memory.")
