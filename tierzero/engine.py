@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import uuid
@@ -30,8 +29,7 @@ from tierzero.paging.pager import Pager
 from tierzero.paging.schedule import Trace
 from tierzero.paging.transfer import Transfer, make_transfer
 from tierzero.paging.updates import UpdateQueue
-from tierzero.planning.placement import Placement, place
-from tierzero.sizes import format_size
+from tierzero.planning.placement import Placement, place, warn_of_memory
 from tierzero.storage.room import Room
 from tierzero.storage.spill import SpillFile
 from tierzero.storage.store import Store
@@ -47,23 +45,7 @@ from tierzero.units.unit import Unit
 from tierzero.units.unit_sizes import unit_sizes, units_in_pieces
 
 T = TypeVar("T")
-log = logging.getLogger("tierzero")
 _COUNTED = ("bytes_read", "bytes_written", "read_ns", "write_ns")
-
-
-def _warn_of_memory(placement: Placement) -> None:
-    """The host tier's pages are there once they are touched: a budget above the memory would show as a kill, later."""
-    memory = memory_limit()
-    if placement.host_needed > memory:
-        least = f"the smallest one that works is {format_size(placement.host_min)}"
-        lower = placement.host_min <= memory
-        log.warning(
-            "the host budget lets the model use %s of host memory, and this process may use %s: it will swap or be "
-            "killed when that is full. %s",
-            format_size(placement.host_needed),
-            format_size(memory),
-            f"Give a lower one; {least}" if lower else f"Here {least}: use a drive (nvme=), or freeze parameters",
-        )
 
 
 class Engine:
@@ -106,7 +88,7 @@ class Engine:
             cuda=self.device.type == "cuda",
             activations=tiers.activation_bytes(),
         )
-        _warn_of_memory(self.placement)
+        warn_of_memory(self.placement, memory_limit())
         self.metrics.device_needed = self.placement.device_min
         self.last_save: Any = None  # a Saving
         self.at_end: list[Any] = []  # what takes it apart, last first

@@ -11,6 +11,7 @@ first.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from tierzero.errors import BudgetError
 from tierzero.sizes import format_size
 from tierzero.units.layout import PAGE, SLOT_BYTES, UnitLayout, chunk_elements, round_up
 
+log = logging.getLogger("tierzero")
 IO_BYTES = 4 << 20  # bounce memory of the native engine per drive, whatever its block and depth
 MIN_SLOTS = 3
 # (chunk buffers, bytes of a staging block), the most generous that fits is taken; more than AMPLE only where there is
@@ -193,3 +195,19 @@ def device_too_small(
         + f"; {format_size(need - budget - reserve)} more are needed: a device budget of at least {format_size(need)} "
         f"({need} bytes) works here"
     )
+
+
+def warn_of_memory(placement: Placement, memory: int) -> None:
+    """The host tier's pages are there once they are touched: a budget above the `memory` in bytes that this process may
+    use would show as a kill, later.
+    """
+    if placement.host_needed > memory:
+        least = f"the smallest one that works is {format_size(placement.host_min)}"
+        lower = placement.host_min <= memory
+        log.warning(
+            "the host budget lets the model use %s of host memory, and this process may use %s: it will swap or be "
+            "killed when that is full. %s",
+            format_size(placement.host_needed),
+            format_size(memory),
+            f"Give a lower one; {least}" if lower else f"Here {least}: use a drive (nvme=), or freeze parameters",
+        )
