@@ -111,6 +111,11 @@ def interrupt(
         return forked.code_of(process), seen, errors.read_text()
 
 
+def saved(folder: Path) -> list[str]:
+    """The names of the checkpoints in `folder`."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
