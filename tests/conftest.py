@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +35,12 @@ def two_threads(one_thread: None) -> None:
 
     torch.set_num_threads(2)
     torch.randn(1 << 17).add_(1.0)
+
+
+def pytest_configure() -> None:
+    """Tests that interrupt themselves hear of it also where all of them run in the background."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -116,7 +116,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_of_a_page(run: Path, tmp_path: 
     (tmp_path / ".page.html.new").symlink_to("/dev/full")
     done = tierzero_here("report", str(run), "--out", str(tmp_path / "page.html"))
     assert done.returncode == 1
-    assert f"{tmp_path / 'page.html'}: No space left on device" in done.stderr
+    assert f"{tmp_path / 'page.html'} cannot be written: No space left on device" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
