@@ -23,7 +23,7 @@ enum class EngineKind { automatic, uring, pool };
 
 struct EngineOptions {
     EngineKind kind = EngineKind::automatic;
-    std::size_t block = 4 << 20;  // bytes of a piece, a multiple of 4096; drives take no more in one request
+    std::size_t block = 4 << 20;  // bytes of a piece, a multiple of 4096; the kernel may split larger ones
     unsigned depth = 32;          // blocks in flight per drive
     unsigned threads = 0;         // of a pool, per drive; 0: depth, at most 16
     std::chrono::nanoseconds deadline = std::chrono::seconds(60);

@@ -24,6 +24,7 @@ import tierzero as tz
 from tierzero.checkpoint.frozen import freeze
 from tierzero.checkpoint.index import read_index
 from tierzero.checkpoint.reader import Reader
+from tierzero.checkpoint.take import Units
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 BIG = tz.Tiers(host="1GiB", device="1GiB", compute="cpu")
@@ -90,9 +91,16 @@ def test_interrupted_as_it_waits_for_a_save(store: bool, tmp_path: Path, monkeyp
     with tiered(make(Tied), tiers) as run:
         before, frozen = bits(run), freeze(run.engine)
 
+        discard, given_up = Units.discard, threading.Event()
+
+        def discarded(units: Units) -> None:
+            given_up.set()
+            discard(units)
+
         def interrupt() -> None:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
+            given_up.wait(60)
+            time.sleep(0.1)  # in which a load that does not wait for the save would go on to its end
             frozen.release()
 
         close = Reader.close
@@ -101,6 +109,7 @@ def test_interrupted_as_it_waits_for_a_save(store: bool, tmp_path: Path, monkeyp
             run.engine.loop.do(lambda: None)
             close(reader)
 
+        monkeypatch.setattr(Units, "discard", discarded)
         monkeypatch.setattr(Reader, "close", closed_late)
         thread = when_wanted(run, interrupt)
         with pytest.raises(KeyboardInterrupt):
