@@ -109,17 +109,21 @@ def no_leaks(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]
     if request.node.stash.get(FAILED, False):
         return  # its traceback keeps everything alive
     assert not left, "the test did not close its engines"
-    for _ in range(10_000):  # the kernel lists a joined thread for a moment more
-        if len(os.listdir("/proc/self/task")) <= threads:
-            break
-        os.sched_yield()
+
+    def settled(directory: str, most: int) -> bool:
+        """Whether it has at most so many entries within ten seconds: the kernel lists a joined thread, and what one
+        that has just ended was closing, for a moment more.
+        """
+        until = time.monotonic() + 10
+        while len(os.listdir(directory)) > most:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
+        return True
+
     names = [thread.name for thread in threading.enumerate()]
-    assert len(os.listdir("/proc/self/task")) <= threads, f"threads are left: {names}"
-    for _ in range(10_000):  # as a thread that has just ended may still be closing its own
-        if len(os.listdir("/proc/self/fd")) <= files:
-            break
-        os.sched_yield()
-    assert len(os.listdir("/proc/self/fd")) <= files, f"open files are left, among {_open_files()}"
+    assert settled("/proc/self/task", threads), f"threads are left: {names}"
+    assert settled("/proc/self/fd", files), f"open files are left, among {_open_files()}"
 
 
 @pytest.fixture
