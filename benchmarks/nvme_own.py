@@ -1,7 +1,7 @@
 """tierzero's side of nvme.py: the engine and its memory as they come, nothing set.
 
 A question is {"kind": "read" | "write" | "mixed", "passes": n, "memory": bytes}; the first argument is the file. The
-memory is asked for in eight requests, or in as many of 128 MiB as it takes; each is asked for again when it has ended.
+memory is asked for in sixteen requests, or in as many of 128 MiB as it takes; each is asked for again when it has ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
     def asked(memory: int) -> Setting:
         """What run() takes for requests that fill `memory`."""
-        count = max(8, memory // MOST_REQUEST)
+        count = max(16, memory // MOST_REQUEST)
         return Setting(engine.name, memory // count // 4096 * 4096, count - 1)
 
     buffers = Buffers([asked(target.size)])

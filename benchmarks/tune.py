@@ -4,11 +4,12 @@
   measured, in turns, and the curve held against the bandwidth-delay product (Note [knee] in tierzero/bench/depths.py).
   The ratio is the time at theory's knee over the flat part, which is the median of the deeper half.
 - `search`: on the same model and on the built-in decoder (real compute, a real drive, `tiers.link_limit`) the search
-  that `tierzero tune` does, with the same measurements. Ratios: the time of a step at its choice over that of the depth
-  which was fastest in the sweep of all, both measured again in turns, for the fastest of many is lucky as well; and
-  its seconds over those of the sweep.
+  that `tierzero tune` does, with the same measurements, as many of a finalist as the sweep takes of every depth. Ratios:
+  the time of a step at its choice over that of the depth which was fastest in the sweep of all, both measured again in
+  turns, for the fastest of many is lucky as well (the ratio is the median of the turns' own, for a machine's mood
+  changes slower than they do); and its seconds over those of the sweep.
 
-    python benchmarks/tune.py [--json] [--nvme DIR] [--kind waiting decoder] [--fetch 0.5 3.5] [--rounds 3]
+    python benchmarks/tune.py [--json] [--nvme DIR] [--kind waiting decoder] [--fetch 0.5 3.5] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from turns import case, in_turns, load, row, say
 
 import tierzero as tz
 from tierzero.api import engine_of
-from tierzero.bench.depths import NEAR, knee, search, step_of
+from tierzero.bench.depths import NEAR, ROUNDS, knee, search, step_of
 from tierzero.cli.config import load as configure
 from tierzero.cli.trial import Trial, largest_depth, opened
 from tierzero.pace import Pacer
@@ -118,12 +119,14 @@ def compare(name: str, measure: Measure, largest: int, rounds: int, **more: Any)
     chosen = found.chosen
     assert chosen is not None
     best = min(samples, key=lambda depth: statistics.median(samples[depth]))
-    again = in_turns({str(depth): partial(measure, depth, math.inf) for depth in {chosen, best}}, 2 * rounds)
+    again = in_turns({str(depth): partial(measure, depth, math.inf) for depth in {chosen, best}}, 3 * rounds)
+    pairs = zip(again[str(chosen)], again[str(best)], strict=True)
     say(f"{name}: tune chose {chosen} in {found.count} measurements, the fastest of the sweep is {best}")
     told = {"chosen": chosen, "best": best, "largest": largest, "measurements": found.count, **more}
     told["curve"] = {depth: statistics.median(many) for depth, many in samples.items()}
+    step = case(f"search, {name}: its step / the best", again[str(chosen)], again[str(best)], 1.03, **told)
     return [
-        case(f"search, {name}: its step / the best", again[str(chosen)], again[str(best)], 1.03, **told),
+        step | {"ratio": statistics.median(own / other for own, other in pairs), "ratio_of_medians": step["ratio"]},
         case(f"search, {name}: its seconds / the sweep's", [seconds], [exhaustive], 1 / 3, **told),
     ]
 
@@ -168,7 +171,7 @@ def main() -> None:
     parser.add_argument("--fetch", type=float, nargs="+", default=FETCHES, help="its time, in units' compute")
     parser.add_argument("--blocks", type=int, default=24, help="of the waiting model, 0.3 M parameters each")
     parser.add_argument("--layers", type=int, default=12, help="of the decoder, 0.9 M parameters each")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
     cases = []
     for kind in args.kind:

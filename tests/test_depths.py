@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierzero.bench.depths import Found, knee, search, step_of
+from tierzero.bench.depths import ROUNDS, Found, knee, search, step_of
 
 times = st.floats(1e-4, 1.0)
 
@@ -93,8 +93,15 @@ def test_noise_of_one_per_cent_costs_no_more_than_it_is(
     assert found.chosen is not None
     best = min(curve(depth) for depth in range(largest + 1))
     assert curve(found.chosen) <= 1.055 * best
-    exhaustive = sum(2 * 3 * curve(depth) for depth in range(largest + 1))
+    exhaustive = sum(2 * ROUNDS * curve(depth) for depth in range(largest + 1))
     assert sum(cost) <= exhaustive / 3
+
+
+def test_where_depths_cannot_be_told_apart_the_deeper_one_wins() -> None:
+    """A curve that goes on falling slowly, under noise as large as its slope: few searches end at its shallow end."""
+    curve = lambda depth: 1.5 if depth == 0 else 1.08 if depth == 1 else 1.03 * (1 - 0.004 * depth)
+    chosen = [search(noisy(curve, seed, 0.03)[0], 12).chosen for seed in range(200)]
+    assert sum(curve(depth or 0) > 1.03 * curve(12) for depth in chosen) <= 5
 
 
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 999))

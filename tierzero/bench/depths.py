@@ -10,8 +10,9 @@ the bandwidth; uneven units, and optimizer traffic on the same drive, move it up
 
 Note [search]
 Because it falls and then is flat, doublings from 1 and the largest depth find a losing and a winning depth next to each
-other, halving finds the knee between them, and a final in turns decides between it, its neighbour and whatever was
-fastest, so that a drive's moods hit all of them. Losers are dropped in between.
+other, halving finds the knee between them, and a final in turns decides between it, its neighbour, whatever was fastest
+and the largest depth, which by theory nothing beats, so that a drive's moods hit all of them. Losers are dropped in
+between.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 NEAR = 0.03  # of the best: as good as it, as far as one short measurement can tell
 EQUAL = 0.005  # the same, in the final
 LOST = 1.5  # times the best: not worth another second
+ROUNDS = 5  # measurements of a finalist
 
 
 def step_of(depth: int, compute: float, transfer: float, delay: float) -> float:
@@ -72,7 +74,7 @@ class Enough(Exception):
     """The time for measuring is over."""
 
 
-def search(measure: Measure, largest: int, *, rounds: int = 3, over: Callable[[], bool] = lambda: False) -> Found:
+def search(measure: Measure, largest: int, *, rounds: int = ROUNDS, over: Callable[[], bool] = lambda: False) -> Found:
     """The smallest depth of 0..largest whose step is as fast as the fastest; see Note [search].
 
     measure: one short measurement; it may end early with any time above its limit. rounds: measurements of each
@@ -136,7 +138,7 @@ def _final(largest: int, winner: int, rounds: int, take: Callable[[int], float],
     running = [winner, min(winner + 1, largest)]
     while True:
         fastest = min(found.samples, key=found.time)
-        for depth in dict.fromkeys((*running, fastest)):
+        for depth in dict.fromkeys((*running, fastest, largest)):
             if len(found.samples.get(depth, ())) < rounds:
                 take(depth)
         best = found.best()

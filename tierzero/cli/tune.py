@@ -23,7 +23,7 @@ from tierzero.cli.stopping import Stopped, signals_stop
 from tierzero.errors import BudgetError, ConfigError
 
 LEAST_SECONDS = 1.0
-ROUNDS = 3  # measurements of each value
+ROUNDS = 3  # measurements of each value of a sweep
 BLOCKS = ["1MiB", "4MiB", "8MiB", "16MiB"]
 SWEEPS = ("accumulate", "block", "state_dtype")
 PLOTS = (".png", ".svg", ".pdf")
@@ -205,7 +205,7 @@ def tune(config: Config, sweeps: Sequence[str], seconds: float, progress: Progre
             stages.tell(f"prefetch {depth}")
             return trial.measure(depth, limit)
 
-        found = result.depths = search(measure, trial.largest, rounds=ROUNDS, over=stages.over)
+        found = result.depths = search(measure, trial.largest, over=stages.over)
         assert found.chosen is not None
         result.chosen["tiers.prefetch"] = "auto" if found.chosen == trial.largest else found.chosen
         result.tokens, result.largest, result.step_s = trial.tokens, trial.largest, found.time(found.chosen)
