@@ -281,9 +281,46 @@ def test_placement_of_the_demo(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tiers\.activations = '100%' leaves nothing"):
         choose_tiers(load(None, [f"train.out={tmp_path}", "tiers.activations=100%"]), model)
     check_disk(config, plan)
-    with pytest.raises(OSError, match=r"needs 1024\.00 TiB and the drive has") as raised:
-        check_disk(config, dataclasses.replace(plan, nvme_min=1 << 50))
+    large = dataclasses.replace(plan, nvme_min=1 << 50, nvme_bytes=3 << 49)
+    with pytest.raises(OSError, match=r"needs 1536\.00 TiB \(1024\.00 TiB at least.*\) and the drive has") as raised:
+        check_disk(config, large)
     assert raised.value.errno == errno.ENOSPC
+    (needed,) = [row for row in rows(config, large) if row[0] == "needed"]
+    assert f"needs {needed[3]} " in str(raised.value)  # as the table that a dry run prints
+    small = dataclasses.replace(large, disk_free=1 << 20)
+    (total,) = [row for row in small.table() if row[0] == "total"]
+    assert f"the store needs {total[3]} " in small.why
+
+
+def test_the_export_takes_room_beside_the_store(tmp_path: Path) -> None:
+    """Where both lie on one drive; the room of an earlier export is counted where --overwrite removes that first."""
+    import dataclasses
+    import shutil
+
+    from drives import memory_drive
+
+    import tierzero as tz
+    from tierzero.checkpoint.export import export_needs
+    from tierzero.cli.placement import check_disk, choose_tiers
+    from tierzero.cli.task import DecoderTask
+
+    with memory_drive(tmp_path / "drive", "size=64m") as drive, memory_drive(tmp_path / "other") as other:
+        config = load(None, [f"train.out={drive}", "model.preset=tiny"])
+        model = DecoderTask(config).build()
+        plan = tz.plan(model, choose_tiers(config, model))
+        check_disk(config, plan)
+        former = drive / "export" / "model.safetensors"
+        former.parent.mkdir()
+        former.write_bytes(bytes(8 << 20))
+        (drive / "store").mkdir()
+        (drive / "store" / "data.bin").write_bytes(bytes(4 << 20))  # of the store itself
+        room = shutil.disk_usage(drive).free + (4 << 20)
+        large = dataclasses.replace(plan, nvme_min=room - export_needs(plan.param_bytes) // 2)
+        with pytest.raises(OSError, match=r"for it beside the export of [0-9.]+ MiB to .*export: free some space"):
+            check_disk(config, large)
+        check_disk(config, large, overwrite=True)
+        check_disk(config, large, exports=False)
+        check_disk(load(None, [f"train.out={other}", f"tiers.nvme={drive / 'store'}", "model.preset=tiny"]), large)
 
 
 def test_what_a_model_makes_up_does_not_steer_the_terminal() -> None:

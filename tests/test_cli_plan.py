@@ -62,7 +62,6 @@ def test_io_hides_behind_enough_tokens() -> None:
         (["--nvme", "7GB/s", "--host", "1MiB", "--ram", "8GiB"], "the smallest host budget that works is"),
         (["--nvme", "7GB/s", "--device", "1MiB", "--ram", "8GiB"], "the smallest device budget that works is"),
         (["--nvme", "none", "--ram", "64MiB"], "without an NVMe path"),
-        (["--nvme", "7GB/s", "--ram", "1GiB", "--host", "2GiB"], "is more than the 1.0 GiB of memory"),
         (["--nvme", "7GB/s", "--ram", "8GiB", "--tokens", "4000000"], "give fewer --tokens"),
     ],
 )
@@ -182,6 +181,22 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert timed["phases"][1]["written"] == found["phases"][1]["written"]
     assert timed["forecast"]["seconds"] > timed["phases"][1]["written"] / 1e6 * 0.9  # the limit holds
     assert timed["sources"]["drives"] == "1 given, 1GB/s, held below 0.001 GB/s"
+
+
+def test_a_host_budget_above_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a warning, as of offload; of the machine that --ram names, if it names one. An unused budget is fine."""
+    monkeypatch.setattr("tierzero.cli.plan.memory_limit", lambda: 1 << 40)
+    words = [*SMALL, "--nvme", "7GB/s", "--host", "2GiB"]
+    for ram, told in ((["--ram", "64MiB"], True), (["--ram", "1GiB"], False), ([], False)):
+        code, found, _ = plan(*words, *ram)
+        assert (code, found["fits"], len(found["warnings"])) == (0, True, told)
+        shown = CliRunner().invoke(app, ["plan", *words, *ram]).stdout
+        assert ("warning: the host budget lets the model use" in shown) is told
+    monkeypatch.setattr("tierzero.cli.plan.memory_limit", lambda: 64 << 20)
+    warning = plan(*words)[1]["warnings"][0]
+    assert "and this process may use 64.0 MiB" in warning
+    assert warning == plan(*words, "--ram", "64MiB")[1]["warnings"][0]
+    assert not plan(*words, "--ram", "1GiB")[1]["warnings"]  # another machine
 
 
 def test_the_table() -> None:

@@ -162,6 +162,16 @@ def test_dry_run_prints_the_table_and_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_dry_run_warns_of_a_host_budget_above_the_memory(tmp_path: Path) -> None:
+    """A host budget above the memory that there is: offload warns of it, and the dry run in the same words."""
+    huge = ("tiers.host=64TiB", "tiers.activations=32TiB")
+    done = train(tmp_path / "out", *huge, flags=("--dry-run",))
+    assert done.returncode == 0
+    (told,) = [line for line in done.stderr.splitlines() if "the host budget lets the model use" in line]
+    assert told.startswith("warning: ")
+    assert not list(tmp_path.iterdir())
+
+
 def test_quiet_prints_nothing(tmp_path: Path) -> None:
     done = train(tmp_path / "out", "train.steps=2", flags=("--quiet",))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

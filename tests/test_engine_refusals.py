@@ -188,15 +188,21 @@ def test_an_optimizer_built_before_offload(tmp_path: Path) -> None:
 def test_a_host_budget_above_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told before the memory is full; one that the model does not use is fine."""
+    """It is told before the memory is full, by the plan in the same words; one that the model does not use is fine."""
+    tiers = tz.Tiers(nvme=tmp_path / "store", host="2GiB", device="1GiB", compute="cpu")
     for memory, told in ((1 << 20, True), (1 << 40, False)):
-        monkeypatch.setattr("tierzero.engine.memory_limit", lambda memory=memory: memory)
+        for module in ("engine", "planning.planner"):
+            monkeypatch.setattr(f"tierzero.{module}.memory_limit", lambda memory=memory: memory)
         caplog.clear()
         model = make(Net)
         with caplog.at_level(logging.WARNING, "tierzero"):
-            tz.offload(model, tz.Tiers(nvme=tmp_path / "store", host="2GiB", device="1GiB", compute="cpu"))
+            planned = tz.plan(model, tiers)
+            assert not caplog.messages
+            tz.offload(model, tiers)
         tz.close(model)
         assert ("this process may use 1.0 MiB" in caplog.text) is told
+        assert [planned.warning] == (caplog.messages or [""])
+        assert (f"\nwarning: {planned.warning}" in str(planned)) is told
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}])

@@ -209,7 +209,7 @@ def _check_room(folder: Path, nbytes: int) -> None:
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    need = nbytes + (1 << 20)
+    need = export_needs(nbytes)
     if free < need:
         raise OSError(
             errno.ENOSPC,
@@ -217,6 +217,11 @@ def _check_room(folder: Path, nbytes: int) -> None:
             "another drive",
             str(folder),
         )
+
+
+def export_needs(nbytes: int) -> int:
+    """Bytes of room that the export of `nbytes` of tensors asks for: its headers, too."""
+    return nbytes + (1 << 20)
 
 
 def _write(part: Path, shard: Shard, marks: Mapping[str, str], engine: Engine | None) -> None:

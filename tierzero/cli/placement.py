@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections import Counter
+from pathlib import Path
 
 import torch
 from rich import box
@@ -12,13 +15,17 @@ from rich.text import Text
 from torch import nn
 
 import tierzero as tz
+from tierzero.checkpoint.export import export_needs
 from tierzero.cli.config import Config
 from tierzero.cli.task import Task
 from tierzero.errors import ConfigError
+from tierzero.hardware.drives import existing_parent
+from tierzero.hardware.tuning import measured, weights_of
 from tierzero.native import NATIVE
 from tierzero.planning.placement import place
 from tierzero.planning.planned import Plan
 from tierzero.sizes import format_size, parse_size
+from tierzero.storage.space import room_for
 from tierzero.units.partition import partition
 from tierzero.units.unit_sizes import unit_sizes
 
@@ -74,19 +81,41 @@ def _with_activations(host: int, activations: int | float | str) -> int:
     return host * _WHOLE // rest + 1
 
 
-def check_disk(config: Config, plan: Plan) -> None:
-    """OSError(ENOSPC) where the drive has less room than the store needs; what it takes already counts as room."""
-    if plan.disk_free is None:
-        return
-    taken = sum(path.stat().st_blocks * 512 for store in config.stores for path in store.glob("*") if path.is_file())
-    if plan.nvme_min > plan.disk_free + taken:
+def check_disk(config: Config, plan: Plan, *, exports: bool = True, overwrite: bool = False) -> None:
+    """OSError(ENOSPC) where the drive has less room than the store needs beside the export that the run `exports` to
+    the same drive. What the store takes already counts as room, and so does an earlier export if the run is to
+    `overwrite` it: otherwise that stands until the new one is whole.
+    """
+    stores, folder = config.stores, config.train.out / "export"
+    promised = Counter({os.stat(existing_parent(store)).st_dev: 0 for store in stores})
+    for store in stores:
+        promised.subtract(_taken(store))
+    beside = ""
+    drive = os.stat(existing_parent(folder)).st_dev
+    if exports and drive in promised:
+        export = export_needs(plan.param_bytes)
+        promised[drive] += export
+        beside = f" beside the export of {format_size(export)} to {folder}"
+        if overwrite:
+            promised.subtract(_taken(folder))
+    room, _ = room_for(list(map(os.fspath, stores)), weights_of(measured(stores)), promised)
+    if plan.nvme_min > room:
         raise OSError(
             errno.ENOSPC,
-            f"the store in {config.store} needs {format_size(plan.nvme_min)} and the drive has "
-            f"{format_size(plan.disk_free + taken)} for it: free some space, "
-            "or set tiers.nvme to a directory on a larger drive",
+            f"the store in {config.store} needs {plan.store_needs} and the drive has {format_size(room)} for it"
+            f"{beside}: free some space, or set tiers.nvme to a directory on a larger drive",
             str(config.store),
         )
+
+
+def _taken(folder: Path) -> Counter[int]:
+    """By device number, the bytes that files in `folder` take."""
+    found: Counter[int] = Counter()
+    for path in folder.glob("*"):
+        if path.is_file():
+            stat = path.stat()
+            found[stat.st_dev] += stat.st_blocks * 512
+    return found
 
 
 def print_placement(console: Console, config: Config, task: Task, plan: Plan) -> None:

@@ -84,6 +84,7 @@ class Answer:
         return {
             "fits": not self.why,
             "why": self.why,
+            "warnings": [found.warning] if found is not None and found.warning else [],
             "model": self.subject.what,
             "params": found.params if found is not None else None,
             "smallest": self.smallest,
@@ -91,7 +92,7 @@ class Answer:
             "activations": self.subject.activations,
             "placement": None
             if found is None
-            else {key: value for key, value in vars(found).items() if key not in ("phases", "forecast")},
+            else {key: value for key, value in vars(found).items() if key not in ("phases", "forecast", "warning")},
             "phases": [] if found is None else [vars(phase) for phase in found.phases],
             "forecast": None
             if forecast is None
@@ -302,7 +303,7 @@ def _budgets(
     found = budgets_of(replace(here, device="auto") if gpu is not None else here)
     host = _size(options.host if options.host is not None else chosen.host, "--host", of=ram)
     kept = _size(chosen.activations if options.activations is None else options.activations, "--activations", of=host)
-    found = replace(found, host=host, activations=kept)
+    found = replace(found, host=host, activations=kept, memory=ram)
     if drives is not None:
         weights = stripe_weights([each.mixed for each in drives])
         found = replace(found, weights=weights, rating=here.rated_bytes(), free=None)
@@ -316,15 +317,8 @@ def _budgets(
 
 
 def _memory(options: Options, subject: Subject, budgets: Budgets, gpu: Gpu | None) -> list[str]:
-    """Sentences about budgets that are more than there is."""
+    """Sentences about a GPU that has less memory than activations and parameters take."""
     why = []
-    ram = _size(options.ram, "--ram") if options.ram is not None else memory_limit()
-    if budgets.host > ram:
-        limit = "" if options.ram is not None else " that this process may use"
-        why.append(
-            f"the host budget of {format_size(budgets.host)} is more than the {format_size(ram)} of memory{limit}: "
-            "lower it, or take a machine with more"
-        )
     if gpu is not None and subject.activations > gpu.memory:
         why.append(
             f"activations of {subject.tokens} tokens alone take about {format_size(subject.activations)}, more than "

@@ -56,6 +56,8 @@ def show(answer: Answer, console: Console | None = None) -> None:
         say(f"{name}: {source}", "dim")
     for note in answer.notes:
         say(note, "yellow")
+    if plan is not None and plan.warning:
+        say(f"warning: {plan.warning}", "yellow")
     if answer.why:
         for sentence in answer.why:
             say(f"no: {sentence}", "red")

@@ -67,7 +67,9 @@ def run(config: Config, wanted: Wanted, *, dry_run: bool, quiet: bool, watching:
     tiers = choose_tiers(config, model)
     plan = tz.plan(model, tiers, micro_batches=config.train.micro_batches, **state_options(config))
     print_placement(console, config, task, plan)
-    check_disk(config, plan)
+    if dry_run and plan.warning:  # otherwise offload says it
+        view.warn(plan.warning)
+    check_disk(config, plan, overwrite=wanted.overwrite)
     saves = check_room(config, model)
     if saves:
         console.print(Text(saves), soft_wrap=True)

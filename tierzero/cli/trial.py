@@ -37,7 +37,8 @@ class Trial:
         model = task.build()
         tiers = choose_tiers(config, model)
         pieces = config.train.micro_batches
-        check_disk(config, tz.plan(model, tiers, snapshots=False, micro_batches=pieces, **state_options(config)))
+        plan = tz.plan(model, tiers, snapshots=False, micro_batches=pieces, **state_options(config))
+        check_disk(config, plan, exports=False)
         self.rate = drive_rate(tiers)
         self.model = tz.offload(model, tiers, micro_batches=pieces)
         self.engine = engine_of(self.model)

@@ -197,17 +197,22 @@ def device_too_small(
     )
 
 
-def warn_of_memory(placement: Placement, memory: int) -> None:
-    """The host tier's pages are there once they are touched: a budget above the `memory` in bytes that this process may
-    use would show as a kill, later.
+def memory_warning(placement: Placement, memory: int) -> str:
+    """What to say where the host tier may fill more than the `memory` in bytes that a process may use, else "". Its
+    pages are there once they are touched, so that it would show as a kill, later.
     """
-    if placement.host_needed > memory:
-        least = f"the smallest one that works is {format_size(placement.host_min)}"
-        lower = placement.host_min <= memory
-        log.warning(
-            "the host budget lets the model use %s of host memory, and this process may use %s: it will swap or be "
-            "killed when that is full. %s",
-            format_size(placement.host_needed),
-            format_size(memory),
-            f"Give a lower one; {least}" if lower else f"Here {least}: use a drive (nvme=), or freeze parameters",
-        )
+    if placement.host_needed <= memory:
+        return ""
+    least = f"the smallest one that works is {format_size(placement.host_min)}"
+    lower = placement.host_min <= memory
+    return (
+        f"the host budget lets the model use {format_size(placement.host_needed)} of host memory, and this process may "
+        f"use {format_size(memory)}: it will swap or be killed when that is full. "
+        + (f"Give a lower one; {least}" if lower else f"Here {least}: use a drive (nvme=), or freeze parameters")
+    )
+
+
+def warn_of_memory(placement: Placement, memory: int) -> None:
+    """Log that warning, if there is one."""
+    if warning := memory_warning(placement, memory):
+        log.warning("%s", warning)

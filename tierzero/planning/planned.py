@@ -43,6 +43,7 @@ class Plan:
     steps_to_tbw: int | None  # how many such steps new drives stand; None without a rating or without writing
     phases: tuple[Phase, ...] = ()
     forecast: Forecast | None = field(default=None, repr=False)  # with a machine
+    warning: str = ""  # a sentence about what works and may end badly; empty if nothing
 
     @property
     def fits(self) -> bool:
@@ -54,18 +55,23 @@ class Plan:
         """A sentence that says what does not work; empty if nothing."""
         if self.disk_free is not None and self.nvme_min > self.disk_free:
             return (
-                f"the store needs {format_size(self.nvme_min)} and the drives have {format_size(self.disk_free)} free: "
+                f"the store needs {self.store_needs} and the drives have {format_size(self.disk_free)} free: "
                 "free some space, use larger drives, or keep more in host memory"
             )
         return ""
 
+    @property
+    def store_needs(self) -> str:
+        """The bytes of the store as the tables show them, and those without which nothing works if that is less."""
+        whole, least = format_size(self.nvme_bytes), format_size(self.nvme_min)
+        return whole if least == whole else f"{whole} ({least} at least, with updates that wait for their step)"
+
     def __str__(self) -> str:
-        """The table, under its heading."""
+        """The table, under its heading, and the warning if there is one."""
         rows = [("", "device", "host", "NVMe"), *self.table()]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, f"warning: {self.warning}"] if self.warning else lines)
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """(what, device, host, NVMe) rows of the placement, as text."""

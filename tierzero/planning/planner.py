@@ -18,10 +18,10 @@ from tierzero.hardware.tuning import engine_options, measured, weights_of
 from tierzero.native import NATIVE
 from tierzero.planning.forecast import Load, device_peak, forecast
 from tierzero.planning.phases import bytes_of, fetches_per_step, phases_of
-from tierzero.planning.placement import UnitSize, place
+from tierzero.planning.placement import UnitSize, memory_warning, place
 from tierzero.planning.planned import Plan
 from tierzero.storage.space import room_for
-from tierzero.tiers.config import Tiers
+from tierzero.tiers.config import Tiers, memory_limit
 from tierzero.units.fit import fit
 from tierzero.units.layout import CHUNK_MAX, UnitLayout
 from tierzero.units.partition import Part, Units, partition
@@ -33,7 +33,8 @@ from tierzero.units.unit_sizes import unit_sizes
 class Budgets:
     """What a plan is made for. host, device: bytes. weights: of the drives, none without any. free: bytes on all drives
     together, None if unknown. depth: of prefetching, None for "auto". rating: bytes that the drives may write. block:
-    bytes of a piece of I/O, None if unknown. activations: bytes of `host` set aside for them.
+    bytes of a piece of I/O, None if unknown. activations: bytes of `host` set aside for them. memory: bytes that the
+    process may use, None if unknown.
     """
 
     host: int
@@ -45,6 +46,7 @@ class Budgets:
     rating: int | None = None
     block: int | None = None
     activations: int = 0
+    memory: int | None = None
 
 
 def budgets_of(tiers: Tiers) -> Budgets:
@@ -63,6 +65,7 @@ def budgets_of(tiers: Tiers) -> Budgets:
         rating=tiers.rated_bytes() if directories else None,
         block=engine_options(profiles, tiers.block_bytes()).get("block"),
         activations=tiers.activation_bytes(),
+        memory=memory_limit(),
     )
 
 
@@ -93,8 +96,8 @@ def plan(
     optimizer. `snapshots`: count the space that a pinned snapshot needs on NVMe. With `machine`
     (`tierzero.machine.preset`, `tierzero.measure.this_machine`) the plan has a forecast: the time of a step of
     `accumulate` micro-batches of `tokens` tokens, its backward with or without the recomputation of activations (which
-    `micro_batches` bring with them), with clipping or without. Raises BudgetError naming the smallest budget that
-    works.
+    `micro_batches` bring with them), with clipping or without. A host budget above the memory of this process is in the
+    plan's `warning`. Raises BudgetError naming the smallest budget that works.
     """
     check_count(micro_batches)
     parts = partition(model, units)
@@ -225,6 +228,7 @@ def plan_units(
             nvme,
         ),
         forecast=predicted,
+        warning="" if budgets.memory is None else memory_warning(placement, budgets.memory),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tierzero.errors import NO_ROOM
 from tierzero.sizes import format_size
@@ -156,15 +156,19 @@ class Space:
         ) from failure
 
 
-def room_for(paths: Sequence[str], weights: Sequence[int]) -> tuple[int, str]:
+def room_for(
+    paths: Sequence[str], weights: Sequence[int], promised: Mapping[int, int] | None = None
+) -> tuple[int, str]:
     """(bytes that this user may still add to a file striped over `paths` by `weights`, the path that decides).
 
-    Paths that do not exist yet count as their nearest parent that does.
+    Paths that do not exist yet count as their nearest parent that does. promised: by device number (st_dev), bytes that
+    are free now and others will take; below zero for what they will give back.
     """
+    promised = promised or {}
     there = [_existing(path) for path in paths]
     drives = [os.stat(path).st_dev for path in there]
     stats = {drive: os.statvfs(path) for drive, path in zip(drives, there, strict=True)}
-    free = {drive: stat.f_bavail * stat.f_frsize for drive, stat in stats.items()}
+    free = {drive: stat.f_bavail * stat.f_frsize - promised.get(drive, 0) for drive, stat in stats.items()}
     nbytes, index = stripes.room(drives, free, weights)
     return nbytes, paths[index]
 
