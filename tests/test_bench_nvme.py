@@ -15,8 +15,13 @@ from typing import Any
 
 import pytest
 from cli_process import CODE, default_signals, python_path, tierzero
+from drives import loop_drive, memory_drive
 
+from tierzero.doctor import paths
+from tierzero.errors import ConfigError
 from tierzero.hardware import profiles
+from tierzero.hardware.drives import drive_of
+from tierzero.hardware.measure import drive_rates
 from tierzero.native import NATIVE
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="it measures the native engine")
@@ -45,6 +50,11 @@ def left_behind(path: Path) -> list[str]:
     return [found.name for found in path.iterdir() if found.name != "yours"]
 
 
+def needs_profiles(path: Path) -> None:
+    if drive_of(path).in_memory:
+        pytest.skip("temporary files lie in memory here, of which no profile is kept")
+
+
 def check_rates(data: dict[str, Any], *, compared: bool = False) -> None:
     for kind in KINDS:
         row = data[kind]
@@ -60,6 +70,7 @@ def check_rates(data: dict[str, Any], *, compared: bool = False) -> None:
 def test_json_is_one_object_and_the_profile_is_kept(
     drive: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs_profiles(drive)
     done = bench("--json", drive, env=environment)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
@@ -92,7 +103,32 @@ def test_json_is_one_object_and_the_profile_is_kept(
     assert path["profile"] == str(profiles.file_of(profile.device))
 
 
+def test_memory_has_no_profile(tmp_path: Path, environment: dict[str, str]) -> None:
+    """It is measured and said to be no drive, and nothing later takes it for one."""
+    with memory_drive(tmp_path / "memory", "size=256m") as memory:
+        done = bench(memory, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert "best:" in done.stdout
+        (said,) = [line for line in done.stdout.splitlines() if "memory" in line and line.startswith("note: ")]
+        assert said == f"note: {memory}: this is memory, not a drive, and no profile of it is stored"
+        assert "stored as the profile" not in done.stdout
+        assert not (tmp_path / "profiles").exists()
+        with pytest.raises(ConfigError, match=f"{memory} is in memory and not on a drive"):
+            drive_rates([memory])
+        assert paths.profile(drive_of(memory)).status == "ok"
+
+
+def test_memory_beside_a_drive(tmp_path: Path, environment: dict[str, str]) -> None:
+    with loop_drive(tmp_path, 256 << 20) as real, memory_drive(tmp_path / "memory", "size=256m") as memory:
+        done = bench("--json", memory, real.where, env=environment)
+        assert done.returncode == 0, done.stderr
+        kept = [path["profile"] for path in json.loads(done.stdout)["paths"]]
+        assert kept[0] is None
+        assert [str(path) for path in (tmp_path / "profiles").iterdir()] == kept[1:]
+
+
 def test_what_a_person_reads(drive: Path, environment: dict[str, str]) -> None:
+    needs_profiles(drive)
     done = bench(drive, env=environment | {"COLUMNS": "120", "PYTHONIOENCODING": "utf-8"})
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "progress is for terminals"
@@ -172,6 +208,7 @@ def test_without_the_native_extension_it_says_so(drive: Path, environment: dict[
 
 
 def test_a_cache_that_cannot_be_written_is_a_note(drive: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    needs_profiles(drive)
     (tmp_path / "profiles").write_text("a file")
     done = bench("--json", drive, env=environment)
     assert done.returncode == 0, done.stderr

@@ -54,6 +54,17 @@ def test_a_raid_below_a_mapped_volume_has_all_its_disks(tree: Tree) -> None:
     assert [(disk.name, disk.numa_node) for disk in drive.disks] == [("nvme0n1", 0), ("nvme1n1", 1)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "disk", "memory"),
+    [("tmpfs", "", True), ("ramfs", "", True), ("ext4", "ram0", True), ("ext4", "zram1", True), ("ext4", "sda", False)],
+)
+def test_memory_is_told_from_drives(tree: Tree, kind: str, disk: str, memory: bool) -> None:
+    if disk:
+        tree.disk(disk, "1:0")
+    tree.mount("/", kind, f"/dev/{disk}" if disk else kind, device="1:0" if disk else "0:40")
+    assert drive_of("/x", tree.root).in_memory is memory
+
+
 def test_a_loop_device_is_led_to_the_drive_of_its_file(tree: Tree) -> None:
     disk, _ = nvme(tree, 0, node=0)
     tree.disk("loop3", "7:3")

@@ -17,6 +17,7 @@ from tierzero.bench.scratch import Scratch, check_directory, fit, native
 from tierzero.bench.search import Found, Search, engines, settings_of, summary
 from tierzero.bench.stream import KINDS
 from tierzero.hardware import profiles
+from tierzero.hardware.drives import drive_of
 from tierzero.storage.stripes import stripe_weights
 
 
@@ -100,7 +101,7 @@ def measure(
     compare: bool,
     progress: Callable[[str, float], None],
 ) -> Report:
-    """Measures every path for its share of `seconds` and stores a profile of each. Leaves nothing on the drives.
+    """Measures every path for its share of `seconds` and stores a profile of each drive. Leaves nothing on them.
 
     ConfigError for a path that is no directory, OSError where the drive refuses or is full.
     """
@@ -164,7 +165,10 @@ def _pace(found: Found) -> float:
 
 
 def _save(path: Path, found: Found, report: Report) -> Path | None:
-    """The profile's file; None, with a note, where it cannot be written."""
+    """The profile's file; None, with a note, for what is no drive, and where it cannot be written."""
+    if drive_of(path).in_memory:
+        report.notes.append(f"{path}: this is memory, not a drive, and no profile of it is stored")
+        return None
     winner = found.winner
     assert winner is not None
     try:

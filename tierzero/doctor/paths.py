@@ -126,6 +126,8 @@ def profile(drive: Drive) -> Finding:
         known = profiles.load(drive.path)
     if warned:
         return Finding("profile", "unreadable", "warn", one_line(warned[0].message), drive.path)
+    if known is None and drive.in_memory:
+        return Finding("profile", "none: memory has none", path=drive.path)
     if known is None:
         return Finding("profile", "none", "note", missing, drive.path)
     speeds = ", ".join(f"{what} {getattr(known, what) / 1e9:.2f}" for what in ("read", "write", "mixed"))

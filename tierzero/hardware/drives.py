@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
+_RAM_DISK = re.compile(r"z?ram\d+")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -59,6 +61,13 @@ class Drive:
     mount: Mount | None
     layers: tuple[str, ...]
     disks: tuple[Disk, ...]
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether this is RAM: a file system in memory, or RAM disks."""
+        if self.mount is not None and self.mount.fs_type in _MEMORY:
+            return True
+        return bool(self.disks) and all(_RAM_DISK.fullmatch(disk.name) for disk in self.disks)
 
 
 def unescape(field: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tierzero.errors import ConfigError
+from tierzero.hardware.drives import drive_of
 from tierzero.hardware.machine import Machine, together
 from tierzero.hardware.tuning import measured, weights_of
 from tierzero.native import NATIVE
@@ -39,6 +40,12 @@ def drive_rates(directories: Sequence[Path]) -> DriveRates:
     """Of the drives under these directories, striped. ConfigError for one that was never measured."""
     found = measured(directories)
     missing = [path for path, profile in zip(directories, found, strict=True) if profile is None]
+    memory = [path for path in missing if drive_of(path).in_memory]
+    if memory:
+        raise ConfigError(
+            f"{memory[0]} is in memory and not on a drive: name a directory on one, or say what it does, such as "
+            "--nvme 7GB/s"
+        )
     if missing:
         there = dict.fromkeys(map(_existing, missing))
         raise ConfigError(
