@@ -70,6 +70,8 @@ def main() -> None:
 
     tz.export(model, args.out / "export")  # 4, from_pretrained loads it
     model.config.save_pretrained(args.out / "export")
+    if args.model:  # a pipeline wants it beside the weights
+        AutoTokenizer.from_pretrained(args.model).save_pretrained(args.out / "export")
     tz.close(model)  # 5
     print(f"trained model in {args.out / 'export'}")
 

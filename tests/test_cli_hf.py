@@ -16,8 +16,6 @@ from tierzero.cli.config import load
 from tierzero.cli.data import Sampler
 from tierzero.errors import ConfigError
 
-TEXT = "the quick brown fox jumps over the lazy dog. " * 60
-
 
 def test_a_missing_extra_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tierzero.cli.hf import import_transformers
@@ -62,31 +60,11 @@ def test_parameters_go_to_meta_and_buffers_keep_their_values() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with tied embeddings and a tokenizer, saved as transformers saves them."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    pytest.importorskip("transformers")
+    from hf_folder import save_folder
 
     path = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=320,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    (path / "text.txt").write_text(TEXT)
+    save_folder(path)
     return path
 
 

@@ -59,6 +59,24 @@ def test_they_are_all_here() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == NAMES
 
 
+def test_a_fine_tuned_model_goes_into_a_pipeline(tmp_path: Path) -> None:
+    """The export has its tokenizer beside the weights."""
+    transformers = pytest.importorskip("transformers")
+    from hf_folder import save_folder
+
+    folder, out = tmp_path / "model", tmp_path / "out"
+    folder.mkdir()
+    save_folder(folder)
+    run("fine_tune_hf", "--model", str(folder), "--text", str(folder / "text.txt"), "--out", str(out), "--steps", "2")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        assert (out / "export" / name).is_file()
+    ids = [transformers.AutoTokenizer.from_pretrained(path)("a fox")["input_ids"] for path in (folder, out / "export")]
+    assert ids[0] == ids[1]
+    pipeline = transformers.pipeline("text-generation", model=str(out / "export"))
+    (said,) = pipeline("the quick", max_new_tokens=4, do_sample=False)
+    assert said["generated_text"].startswith("the quick")
+
+
 def test_no_launcher_and_no_environment(tmp_path: Path) -> None:
     """The notebook's script under an empty environment."""
     code = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({str(EXAMPLES / 'notebook.py')!r})"
