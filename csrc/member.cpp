@@ -64,24 +64,51 @@ bool direct_works_on_empty(const std::string& path) {
     return ok && empty;
 }
 
-// The same on a nameless neighbour of `path`. IoFailure where that cannot be tried for want of descriptors.
-bool direct_works(const std::string& path) {
-    const std::string place =
-        path.substr(0, path.find_last_of('/') + 1) + ".tierzero-probe-" + std::to_string(getpid());
+// A descriptor, with O_DIRECT, of a new file in `folder` that has a name of its own for a moment; -1 with
+// errno.
+int open_named_for_a_moment(const std::string& folder) {
+    const std::string place = folder + ".tierzero-probe-" + std::to_string(getpid());
     std::string probe;
     int fd;
-    do {  // a name of its own: other threads try here too, and one that was killed may have left its name
+    do {  // other threads try here too, and one that was killed may have left its name
         probe = place + "-" + std::to_string(next_id++);
         fd = open_retry(probe, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
     } while (fd < 0 && errno == EEXIST);
+    const int code = errno;
+    // some kernels create the name before refusing the flag
+    if (fd >= 0 || code == EINVAL) ::unlink(probe.c_str());
+    errno = code;
+    return fd;
+}
+
+// The same without any name, where the file system has such files: nothing stays behind however the process
+// ends.
+int open_nameless(const std::string& folder) {
+    constexpr int flags = O_RDWR | O_CLOEXEC | O_TMPFILE;
+    const int fd = open_retry(folder, flags | O_DIRECT, 0600);
+    if (fd >= 0) return fd;
+    if (errno == EINVAL) {  // of which of both flags?
+        const int plain = open_retry(folder, flags, 0600);
+        if (plain >= 0) {
+            ::close(plain);
+            errno = EINVAL;
+            return -1;
+        }
+    }
+    const bool refused = errno == EOPNOTSUPP || errno == EISDIR || errno == ENOENT || errno == EINVAL;
+    return refused ? open_named_for_a_moment(folder) : -1;
+}
+
+// The same on a neighbour of `path`. IoFailure where that cannot be tried for want of descriptors.
+bool direct_works(const std::string& path) {
+    const auto slash = path.find_last_of('/');
+    const int fd = open_nameless(slash == std::string::npos ? "./" : path.substr(0, slash + 1));
     if (fd < 0) {
         const int code = errno;
-        if (code == EINVAL) ::unlink(probe.c_str());  // some kernels create the name before refusing the flag
         if (code == EMFILE || code == ENFILE)
             throw IoFailure(code, "cannot try direct I/O: " + errno_text(code), path);
         return (code == EACCES || code == EPERM) && direct_reads(path);  // the directory is another's
     }
-    ::unlink(probe.c_str());
     const bool ok = block_returns(fd);
     ::close(fd);
     return ok;

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 from cli_process import CODE, default_signals, tierzero
 from denied import with_little_locked_memory, without_io_uring
+from names_made import names_made, needs_nameless_files
 
+from tierzero.doctor import paths
 from tierzero.doctor import selftest as module
 from tierzero.doctor.selftest import BACKENDS, Verdict, selftest
+from tierzero.hardware.drives import drive_of
 from tierzero.native import NATIVE
 
 needs_native = pytest.mark.skipif(NATIVE is None, reason="needs the native extension")
@@ -98,6 +101,16 @@ def test_one_object_with_everything(tmp_path: Path) -> None:
     for path in found["paths"]:
         assert {finding["name"] for finding in found["findings"] if finding["path"] == path} >= DRIVE
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_what_is_tried_has_no_name(tmp_path: Path) -> None:
+    """On a drive, the trials of a probe that is killed at any moment leave nothing behind."""
+    needs_nameless_files(tmp_path)
+    with names_made(tmp_path) as made:
+        found = {finding.name: finding for finding in paths.findings(drive_of(tmp_path), False)}
+    assert found["I/O engine"].status in ("ok", "note")
+    assert found["writable"].status == "ok"
+    assert made == []
 
 
 def test_help_and_the_command_itself_load_no_torch() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from denied import without_nameless_files
+from names_made import names_made, needs_nameless_files
 
 from tierzero import _native
 
@@ -128,20 +132,49 @@ def direct(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("length", [1, 200, 255])
-def test_direct_whatever_lies_beside_it_and_however_many_open(tmp_path: Path, length: int) -> None:
-    """A file with bytes in it is tried on a neighbour, whose name depends neither on the file's nor on others'."""
+def test_direct_whatever_its_name_and_however_many_open(tmp_path: Path, length: int) -> None:
+    """A file with bytes in it is tried on a neighbour that never has a name: a kill at any moment leaves nothing."""
     empty, full = tmp_path / "empty", tmp_path / ("n" * length)
     full.write_bytes(bytes(8192))
     if not direct(empty):
         pytest.skip("no direct I/O here")
-    # as a process of the same id that was killed may have left them
-    stale = [tmp_path / f"{name}.probe-{os.getpid()}" for name in ("n", "n" * 200)]
-    stale += [tmp_path / f".tierzero-probe-{os.getpid()}-{number}" for number in range(1, 3000)]
-    for path in stale:
-        path.touch()
-    assert direct(full)
-    with ThreadPoolExecutor(8) as pool:
+    needs_nameless_files(tmp_path)
+    with names_made(tmp_path) as made, ThreadPoolExecutor(8) as pool:
+        assert direct(full)
         assert all(pool.map(direct, [full] * 200))
-    for path in stale:
-        path.unlink()  # somebody's: they are left alone
+    assert made == []
     assert sorted(tmp_path.iterdir()) == sorted({empty, full})
+
+
+BESIDE = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tierzero import _native
+full = Path(sys.argv[1])
+for number in range(1, 1000):  # as a process of the same id that was killed may have left them
+    full.with_name(f".tierzero-probe-{os.getpid()}-{number}").touch()
+with ThreadPoolExecutor(8) as pool:
+    assert all(pool.map(lambda name: _native.File(name).direct, [sys.argv[1]] * 200))
+print(os.getpid())
+"""
+
+
+def test_direct_where_every_file_has_a_name(tmp_path: Path) -> None:
+    """The neighbour has one for a moment, which depends neither on the file's nor on others': those are left alone."""
+    full = tmp_path / ("n" * 255)
+    full.write_bytes(bytes(8192))
+    if not direct(full):
+        pytest.skip("no direct I/O here")
+    with names_made(tmp_path) as made:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", BESIDE, str(full)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            preexec_fn=without_nameless_files,
+        )
+    assert done.returncode == 0, done.stderr
+    stale = {f".tierzero-probe-{done.stdout.strip()}-{number}" for number in range(1, 1000)}
+    assert len(set(made) - stale) == 200
+    assert {path.name for path in tmp_path.iterdir()} == {full.name, *stale}

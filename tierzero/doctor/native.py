@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from tierzero.bench.scratch import nameless
 from tierzero.doctor.finding import Finding, one_line
 from tierzero.doctor.machine import huge_pages, read
 from tierzero.hardware.tuning import engine_options, measured
@@ -88,21 +88,26 @@ def engine_on(path: str) -> Finding:
     if NATIVE is None:
         return Finding("I/O engine", "aiofiles", "note", "the native module is missing", path)
     try:
-        with tempfile.TemporaryDirectory(prefix=".tierzero-doctor-", dir=path) as folder:
-            return engine_of(*_round_trip(os.path.join(folder, "file")), path)
+        handle = nameless(Path(path))  # nothing is left however this ends
+        try:
+            return engine_of(*_round_trip(f"/proc/self/fd/{handle}", path), path)
+        finally:
+            os.close(handle)
     except OSError as error:
         text = one_line(f"{error.strerror or error} [errno {error.errno}]")
         return Finding("I/O engine", text, "warn", "run tierzero doctor --selftest here, which says more", path)
 
 
-def _round_trip(name: str) -> tuple[dict[str, Any], bool]:
-    """The engine's description after one block went out and came back, and whether the block could be registered."""
+def _round_trip(name: str, folder: str) -> tuple[dict[str, Any], bool]:
+    """The engine's description after one block went out to the file `name` in `folder` and came back, and whether the
+    block could be registered.
+    """
     assert NATIVE is not None
     slab = NATIVE.Slab(_SLAB)
     block = slab.array()
     block[:_BLOCK] = 0xA5
-    engine = NATIVE.Engine(**engine_options(measured([os.path.dirname(name)])))  # as the profile says, if there is one
-    file = NATIVE.File(name)
+    engine = NATIVE.Engine(**engine_options(measured([folder])))  # as the profile says, if there is one
+    file = NATIVE.File(name, create=False)
     try:
         registered = bool(engine.register(block))
         engine.write(file, 0, block[:_BLOCK]).result()
