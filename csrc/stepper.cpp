@@ -17,12 +17,6 @@ constexpr std::uint64_t kMinSlots = 3;
 // side, so more of them would come later and not sooner, and what is wanted first would wait behind.
 constexpr std::size_t kMinReads = 4;
 
-unsigned checked_threads(unsigned threads) {
-    if (threads < 1 || threads > 256)
-        throw std::invalid_argument("a stepper takes 1 to 256 threads, not " + std::to_string(threads));
-    return threads;
-}
-
 std::uint64_t checked_chunk(std::uint64_t chunk) {
     if (chunk == 0 || chunk % 2048 != 0 || chunk > (std::uint64_t{1} << 40))
         throw std::invalid_argument("chunk must be a positive multiple of 2048 elements, not " +
@@ -40,8 +34,7 @@ Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbyt
       format_(format),
       buffers_(buffers),
       buffers_size_(nbytes),
-      crew_(checked_threads(threads)),
-      partial_(crew_.size()) {
+      crew_(threads) {
     if (!is_aligned(buffers, kPage)) throw std::invalid_argument("buffers must start at a multiple of 4096");
     const std::size_t slot_bytes = state_bytes_ + 2 * chunk;
     if (nbytes / slot_bytes < kMinSlots)
@@ -202,7 +195,7 @@ void Stepper::compute(std::unique_lock<std::mutex>& lock) {
     if (job.error && job.record.src) return release(slot);
     lock.unlock();
     job.computes.begins(steady_now());
-    const Sums sums = update(slot);
+    const Sums sums = crew_.update(job.record, slot.chunk);
     job.computes.end = steady_now();
     lock.lock();
     job.sums.state += sums.state;
@@ -211,24 +204,6 @@ void Stepper::compute(std::unique_lock<std::mutex>& lock) {
     if (++job.computed == job.record.chunks(chunk_) && job.updated)
         engine_->completions()->complete(job.updated, {}, std::nullopt);
     drain(slot);
-}
-
-Sums Stepper::update(Slot& slot) {
-    const Record& record = slot.job->record;
-    const ChunkView& chunk = slot.chunk;
-    const std::uint64_t end = chunk.begin + chunk.count;
-    const std::uint64_t share =
-        round_up((chunk.count + crew_.size() - 1) / crew_.size(), record.format.granule());
-    crew_.run([&](unsigned i) {
-        const std::uint64_t from = std::min(end, chunk.begin + i * share), to = std::min(end, from + share);
-        partial_[i] = update_range(record, chunk, from, to, record.dst || record.out_file);
-    });
-    Sums total;
-    for (const Sums& part : partial_) {
-        total.state += part.state;
-        total.copy += part.copy;
-    }
-    return total;
 }
 
 void Stepper::drain(Slot& slot) {

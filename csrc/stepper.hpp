@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "crew.hpp"
+#include "chunk_crew.hpp"
 #include "engine.hpp"
 #include "record.hpp"
 #include "ticket.hpp"
@@ -73,15 +73,13 @@ class Stepper {
     void release(Slot& slot);
     void skip_rest(Job& job);
     void finish();
-    Sums update(Slot& slot);
 
     const std::shared_ptr<Engine> engine_;
     const std::uint64_t chunk_, state_bytes_;  // elements; bytes of state in a slot
     const StateFormat format_;
     char* const buffers_;
     const std::size_t buffers_size_;
-    Crew crew_;
-    std::vector<Sums> partial_;  // per crew member
+    ChunkCrew crew_;
 
     std::mutex mutex_;
     std::condition_variable wake_;
