@@ -104,6 +104,19 @@ class AdamW(TieredOptimizer):
                 self.state[param] = _state(unit, index)
                 self.members.setdefault(unit, []).append((index, group))
                 unit.owner.optimizers.add(self)
+                if index in unit.stepped:
+                    self._reset(param, unit, index)
+
+    @torch.no_grad()
+    def _reset(self, param: torch.Tensor, unit: Unit, index: int) -> None:
+        """Forget the moments that an optimizer before this one has left."""
+        state = self.state[param]
+        for name in _MOMENTS:
+            if name in state:
+                state[name].copy_(torch.zeros(param.shape))
+        state["step"].zero_()
+        unit.steps[index] = 0
+        unit.stepped.discard(index)
 
     @without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -198,6 +211,7 @@ class AdamW(TieredOptimizer):
         def begin() -> None:
             for index, count in zip(hypers, counts, strict=True):
                 unit.steps[index] += 1
+                unit.stepped.add(index)
                 count += 1
 
         return Update(unit, UnitUpdate(unit.owner.streamed, unit, hypers), hypers, begin)
