@@ -177,6 +177,30 @@ def test_another_adamw_starts_anew(placement: str, dtype: torch.dtype, overlap: 
         train_both([("", run)], plain, 3)
 
 
+@pytest.mark.parametrize("overlap", ["eager", "deferred"])
+def test_an_adamw_whose_parameters_another_one_took(overlap: str, tmp_path: Path) -> None:
+    """There is one record of moments: the older optimizer is refused, with nothing changed, and the newer one goes on.
+    One that could not be built takes nothing.
+    """
+    with pair(tmp_path) as (plain, run):
+        train_both([("", run)], plain, 2)
+        older = run.optimizer
+        params = list(run.model.parameters())
+        with pytest.raises(ValueError, match="weight_decay must be"):
+            tz.AdamW([{"params": params[:3]}, {"params": params[3:], "weight_decay": -1.0}])
+        train_both([("", run)], plain, 1)
+        backward_both(plain, run, next(batches(1)))
+        plain.optimizer = torch.optim.AdamW(list(plain.masters.values()), fused=True, **HYPER)
+        run.optimizer = tz.AdamW(run.model.parameters(), **HYPER, overlap=overlap)  # type: ignore[arg-type]
+        with pytest.raises(tz.TierzeroError, match=r"another AdamW was built over embed\.weight after this one"):
+            older.step()
+        plain.step()
+        run.step()
+        plain.zero_grad()
+        run.zero_grad()
+        train_both([("", run)], plain, 3)
+
+
 def test_two_optimizers(tmp_path: Path) -> None:
     """Two optimizers share the parameters of one unit."""
     model, ours = make(Net), make(Net)
