@@ -79,6 +79,10 @@ Array take_array(nb::handle object, const char* name, std::initializer_list<Kind
         refuse(name, "must have " + std::to_string(ndim) + " dimension(s), not " + std::to_string(a.ndim()));
     out.count = a.size();
     if (out.count != 0 && !contiguous(a)) refuse(name, "must be contiguous");
+    if (out.count != 0 && a.data() == nullptr)
+        throw nb::value_error((std::string(name) + " has " + std::to_string(out.count) +
+                               " elements but no memory: its storage was resized, or it is a fake tensor")
+                                  .c_str());
     if (out.count != 0 && reinterpret_cast<std::uintptr_t>(a.data()) % kind_size(*kind) != 0)
         refuse(name, "must be aligned to its element size");
     out.hold = nb::borrow(object);

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from oracle import Tiered, batches, loss_of, same, train_both
+from models import Net
+from oracle import Tiered, batches, loss_of, make, same, train_both
 from pairs import pair
 
 import tierzero as tz
@@ -73,6 +75,54 @@ def test_an_error_after_too_many_skipped_steps(tmp_path: Path) -> None:
         with pytest.raises(tz.NonFiniteGradientError, match=r"3 steps in a row.*head\.weight"):
             bad()
         train_both([("", run)], plain, 1)
+
+
+def halves(params: list[torch.nn.Parameter], kind: str) -> tuple[Any, Any]:
+    """Optimizers over every other parameter, so that units hold parameters of both."""
+    if kind == "plain":
+        return tuple(torch.optim.AdamW(half, lr=1e-2, fused=True) for half in (params[::2], params[1::2]))  # type: ignore[return-value]
+    if kind == "wrapped":
+        adamw = torch.optim.AdamW
+        return tuple(tz.wrap_optimizer(adamw, half, lr=1e-2, fused=True) for half in (params[::2], params[1::2]))  # type: ignore[return-value]
+    return tuple(tz.AdamW(half, lr=1e-2, overlap=kind) for half in (params[::2], params[1::2]))  # type: ignore[return-value,arg-type]
+
+
+@pytest.mark.parametrize("kind", ["eager", "deferred", "wrapped"])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_bad_gradient_that_is_not_the_optimizers(placement: str, kind: str, tmp_path: Path) -> None:
+    """What an optimizer does not step, in the same unit too, does not keep it from stepping; with a norm that is NaN
+    nothing that was clipped by it is stepped.
+    """
+    plain, model = make(Net), make(Net)
+    budget = "16MiB"
+    tz.offload(
+        model, tz.Tiers(nvme=None if placement == "host" else tmp_path, host=budget, device="1MiB", compute="cpu")
+    )
+    try:
+        theirs, mine = halves(list(plain.parameters()), "plain"), halves(list(model.parameters()), kind)
+        for step, ids in enumerate(batches(6)):
+            for each, optimizers in ((plain, theirs), (model, mine)):
+                loss_of(each, ids).backward()
+                bad = list(each.parameters())[2 * step + 1]  # of the second optimizer
+                bad.grad.view(-1)[0] = float("nan")  # type: ignore[union-attr]
+                optimizers[0].step()
+            mine[1].step()
+            tz.clip_grad_norm_(model.parameters(), 1.0)
+            mine[0].step()
+            for optimizer in (*theirs, *mine):
+                optimizer.zero_grad()
+            for param, own in zip(plain.parameters(), model.parameters(), strict=True):
+                assert same(own.read(), param)  # type: ignore[operator]
+        for step, ids in enumerate(batches(3)):  # the other half goes on where it was
+            for each, optimizers in ((plain, theirs), (model, mine)):
+                loss_of(each, ids).backward()
+                for optimizer in optimizers[step % 2 :]:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for param, own in zip(plain.parameters(), model.parameters(), strict=True):
+                assert same(own.read(), param)  # type: ignore[operator]
+    finally:
+        tz.close(model)
 
 
 def test_large_but_finite_gradients_are_stepped(tmp_path: Path) -> None:

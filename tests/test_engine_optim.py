@@ -159,6 +159,48 @@ def test_add_param_group(tmp_path: Path) -> None:
             run.optimizer.add_param_group({"params": [run.model.head.weight]})
 
 
+@pytest.mark.parametrize("overlap", ["eager", "deferred"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("placement", ["host", "nvme", "mixed"])
+def test_another_adamw_starts_anew(placement: str, dtype: torch.dtype, overlap: str, tmp_path: Path) -> None:
+    """As in torch: no moments and no steps of the one before, whose updates and guesses are on their way."""
+    with pair(tmp_path, placement=placement, dtype=dtype) as (plain, run):
+        for count in (1, 2):
+            train_both([("", run)], plain, 3, seed=count)
+            backward_both(plain, run, next(batches(1, seed=9)))  # a guess, which the new one does again or drops
+            plain.optimizer = torch.optim.AdamW(list(plain.masters.values()), fused=True, **HYPER)
+            run.optimizer = tz.AdamW(run.model.parameters(), **HYPER, overlap=overlap)  # type: ignore[arg-type]
+            assert {float(state["step"]) for state in run.optimizer.state.values()} == {0.0}
+            assert same(plain.step(0.1), run.step(0.1))  # type: ignore[arg-type]
+            plain.zero_grad()
+            run.zero_grad()
+        train_both([("", run)], plain, 3)
+
+
+@pytest.mark.parametrize("overlap", ["eager", "deferred"])
+def test_an_adamw_whose_parameters_another_one_took(overlap: str, tmp_path: Path) -> None:
+    """There is one record of moments: the older optimizer is refused, with nothing changed, and the newer one goes on.
+    One that could not be built takes nothing.
+    """
+    with pair(tmp_path) as (plain, run):
+        train_both([("", run)], plain, 2)
+        older = run.optimizer
+        params = list(run.model.parameters())
+        with pytest.raises(ValueError, match="weight_decay must be"):
+            tz.AdamW([{"params": params[:3]}, {"params": params[3:], "weight_decay": -1.0}])
+        train_both([("", run)], plain, 1)
+        backward_both(plain, run, next(batches(1)))
+        plain.optimizer = torch.optim.AdamW(list(plain.masters.values()), fused=True, **HYPER)
+        run.optimizer = tz.AdamW(run.model.parameters(), **HYPER, overlap=overlap)  # type: ignore[arg-type]
+        with pytest.raises(tz.TierzeroError, match=r"another AdamW was built over embed\.weight after this one"):
+            older.step()
+        plain.step()
+        run.step()
+        plain.zero_grad()
+        run.zero_grad()
+        train_both([("", run)], plain, 3)
+
+
 def test_two_optimizers(tmp_path: Path) -> None:
     """Two optimizers share the parameters of one unit."""
     model, ours = make(Net), make(Net)

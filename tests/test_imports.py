@@ -139,7 +139,7 @@ ROWS = [
     {"units.refit"},
     {"engine"},
     {"hardware.measure"},
-    {"model.initialize", "checkpoint.stored", "checkpoint.names", "checkpoint.writer"},
+    {"model.initialize", "checkpoint.stored", "checkpoint.names", "checkpoint.given", "checkpoint.writer"},
     {
         "checkpoint.safetensors",
         "checkpoint.distributed",

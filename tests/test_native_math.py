@@ -7,12 +7,16 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from tierzero import _native
 
@@ -275,3 +279,57 @@ def test_bad_arguments_raise() -> None:
     with pytest.raises(ValueError, match="word_offset"):
         _native.checksum(torch.zeros(4, dtype=torch.uint8), -1)
     assert torch.equal(f, torch.zeros(16))
+
+
+def without_memory(n: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of n elements whose storage was taken away, or never was."""
+    dead = torch.zeros(n, dtype=dtype)
+    dead.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.zeros(n, dtype=dtype)
+    return [dead, fake]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_without_memory_are_refused(tmp_path: Path) -> None:
+    """Every entry that takes an array raises a sentence; none of them reads address zero."""
+    f, s, n = torch.zeros(1024), scalars(1), 1024
+    file = _native.File(tmp_path / "f")
+    engine = _native.Engine()
+    stepper = _native.Stepper(engine, _native.Slab(3 * 14 * 2048).array(), 2048)
+    state, grads = torch.zeros(3 * n), torch.zeros(4 * n, dtype=torch.uint8)
+    segment = (0, n, 0, "f32", 0, "f32", *s)
+    try:
+        for bad in without_memory(n, torch.float32):
+            calls: list[Callable[[], Any]] = [
+                lambda bad=bad: _native.l2_norms([f, bad]),
+                lambda bad=bad: _native.finite_norms([bad]),
+                lambda bad=bad: _native.accumulate(bad, f),
+                lambda bad=bad: _native.accumulate(f, bad),
+                lambda bad=bad: _native.stream_ceiling(bad, f.clone(), f.clone(), f.clone()),
+                lambda bad=bad: _native.adamw(bad, f.clone(), f.clone(), f.clone(), None, s),
+                lambda bad=bad: _native.adamw(f, f.clone(), f.clone(), f.clone(), bad, s),
+                lambda bad=bad: _native.unpack_state(None, 2048, grads.repeat(3), bad, f, f.clone()),
+            ]
+            for call in calls:
+                with pytest.raises(ValueError, match="1024 elements but no memory"):
+                    call()
+        for bad in without_memory(4 * n, torch.uint8):
+            calls = [
+                lambda bad=bad: _native.checksum(bad),
+                lambda bad=bad: engine.read(file, 0, bad),
+                lambda bad=bad: engine.write(file, 0, bad),
+                lambda bad=bad: engine.register(bad),
+                lambda bad=bad: stepper.submit(n, [segment], bad, state=state, out=grads),
+                lambda bad=bad: stepper.submit(n, [segment], grads, state=bad, out=grads.clone()),
+                lambda bad=bad: stepper.submit(n, [segment], grads, state=state, out=bad),
+                lambda bad=bad: _native.Stepper(engine, bad, 2048),
+            ]
+            for call in calls:
+                with pytest.raises(ValueError, match="4096 elements but no memory"):
+                    call()
+        for none in without_memory(0, torch.float32):  # nothing is read of them
+            assert _native.l2_norms([none]) == [0.0]
+    finally:
+        stepper.close()
+        engine.close()

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from tierzero.api import check_outside, engine_of
+from tierzero.checkpoint.given import path_of
 from tierzero.checkpoint.leftovers import exporting, part_of
 from tierzero.checkpoint.safetensors import DTYPES, INDEX, SINGLE, read_safetensors
 from tierzero.checkpoint.shard import Bytes, Shard
@@ -95,7 +96,7 @@ def export_tensors(
     engine: Engine | None = None,
 ) -> Path:
     """As `export`, of a state dict's tensors, with parameters of `engine` among them."""
-    target = Path(path)
+    target = path_of(path, "an export")
     if tied not in ("list", "copy"):
         raise ValueError(f'tied must be "list" or "copy", got {tied!r}')
     limit = parse_size(max_shard, what="max_shard")
@@ -182,8 +183,9 @@ def _before(target: Path, single: bool, overwrite: bool) -> list[Path]:
     """The weights at `target`, all of them of earlier exports (or of anybody with `overwrite`); StoreError else."""
     if single:
         there = [target] if target.exists() else []
-    elif target.exists() and not target.is_dir():
-        raise StoreError(f"{target} is a file: give export() a directory, or a name that ends in .safetensors")
+    elif os.path.lexists(target) and not target.is_dir():
+        kind = "file" if target.exists() else "dangling link"
+        raise StoreError(f"{target} is a {kind}: give export() a directory, or a name that ends in .safetensors")
     else:
         kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth", INDEX)
         there = sorted(path for kind in kinds for path in target.glob(kind))

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from tierzero.api import check_outside, open_engine
 from tierzero.checkpoint.callers import CallersStates
 from tierzero.checkpoint.contents import EXTRA, made_by, optimizers_of, others_of
 from tierzero.checkpoint.frozen_unit import MOMENTS
+from tierzero.checkpoint.given import path_of
 from tierzero.checkpoint.index import INDEX, StoredTensor, read_head
 from tierzero.checkpoint.place import check_not_above
 from tierzero.checkpoint.randomness import random_state, set_random_state
@@ -65,7 +65,7 @@ def load(
     """
     engine = open_engine(model)
     check_outside(engine, engine.model() or model, "load")
-    directory = Path(path)
+    directory = path_of(path, "a checkpoint or weights")
     if not directory.exists():
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint and no weights to load", str(path))
     if read_head(directory) is None:

@@ -12,6 +12,7 @@ from torch import nn
 from tierzero.api import check_outside, open_engine
 from tierzero.checkpoint.contents import checked_values, gather
 from tierzero.checkpoint.frozen import freeze
+from tierzero.checkpoint.given import path_of
 from tierzero.checkpoint.place import Place
 from tierzero.checkpoint.randomness import random_state
 from tierzero.checkpoint.saving import Saving
@@ -60,10 +61,11 @@ def save(
     given = checked_values(states, meta, keep, limit)
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"the path comes second, then the optimizer: save(model, path, optimizer), not {path!r:.40}")
+    target = Path(os.path.abspath(path_of(path, "a checkpoint")))
     if engine.last_save is not None:
         engine.last_save.result()
     with engine.metrics.inside(SAVE, "save", f"save {path}"):
-        place = Place(Path(os.path.abspath(path)), overwrite)
+        place = Place(target, overwrite)
         try:
             frozen = freeze(engine, gradients=gradients)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ class AdamW(TieredOptimizer):
         self.format = choose_format(state_dtype, master, amsgrad, native=NATIVE is not None)
         self.members: dict[Unit, list[tuple[int, dict[str, Any]]]] = {}
         self.max_skipped_steps = max_skipped_steps
+        self._built = False
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -86,6 +88,9 @@ class AdamW(TieredOptimizer):
         defaults |= {"maximize": maximize, "decoupled_weight_decay": decoupled, "seed": seed}
         defaults |= {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults)
+        for group in self.param_groups:  # all of them were let in
+            self._claim(group)
+        self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; state records are created for the units that hold them."""
@@ -104,6 +109,30 @@ class AdamW(TieredOptimizer):
                 self.state[param] = _state(unit, index)
                 self.members.setdefault(unit, []).append((index, group))
                 unit.owner.optimizers.add(self)
+        if self._built:
+            self._claim(group)
+
+    def _check_latest(self, work: dict[Unit, dict[int, int]]) -> None:
+        for unit, index in ((unit, index) for unit, indices in work.items() for index in indices):
+            if unit.latest[index]() is not self:
+                raise TierzeroError(
+                    f"another AdamW was built over {unit.names[index]} after this one and has its moments now, which "
+                    "are one record: step that one, or give each optimizer parameters of its own"
+                )
+
+    @torch.no_grad()
+    def _claim(self, group: dict[str, Any]) -> None:
+        """Take over the moments of the group's parameters; what an optimizer before this one has left is forgotten."""
+        for param in group["params"]:
+            unit, index = home_of(param)
+            unit.latest[index] = weakref.ref(self)
+            if index in unit.stepped and param in self.state:
+                for name in _MOMENTS:
+                    if name in self.state[param]:
+                        self.state[param][name].copy_(torch.zeros(param.shape))
+                self.state[param]["step"].zero_()
+                unit.steps[index] = 0
+                unit.stepped.discard(index)
 
     @without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,6 +154,7 @@ class AdamW(TieredOptimizer):
     def _queue(self) -> tuple[list[Any], str | None, bool]:
         """(the engines stepped, the first parameter with a bad gradient, whether all gradients were as they came)."""
         work = self.work()
+        self._check_latest(work)
         owners = self._owners(work)
         for owner in owners:
             mine = [unit for unit in work if unit.owner is owner]
@@ -152,6 +182,8 @@ class AdamW(TieredOptimizer):
         if members is None or unit.guess is not None or unit.pending is not None or not self.overlap.last:
             return
         groups = {index: group for index, group in members if unit.rest[index].grad is not None}
+        if any(unit.latest[index]() is not self for index in groups):
+            return  # the step will say so
         if not groups or not (certain or len(groups) == len(members)):
             return
         begin_norms(unit)
@@ -198,6 +230,7 @@ class AdamW(TieredOptimizer):
         def begin() -> None:
             for index, count in zip(hypers, counts, strict=True):
                 unit.steps[index] += 1
+                unit.stepped.add(index)
                 count += 1
 
         return Update(unit, UnitUpdate(unit.owner.streamed, unit, hypers), hypers, begin)

@@ -188,10 +188,16 @@ def home_of(param: torch.Tensor) -> tuple[Unit, int]:
     return place
 
 
-def first_bad(work: Iterable[Unit]) -> str | None:
-    """The name of the first parameter whose gradient has an element that is not finite."""
-    for unit in work:
-        for index, norm in enumerate(unit_norms(unit)):
-            if not norm < float("inf") and not is_finite(unit, index):
+def first_bad(work: dict[Unit, dict[int, int]]) -> str | None:
+    """The name of the first parameter in `work` whose gradient, clipped, has an element that is not finite. What its
+    unit holds besides is another optimizer's business, or nobody's.
+    """
+    clipped = None
+    for unit, indices in work.items():
+        norms = unit_norms(unit)
+        for index in sorted(indices):
+            if not norms[index] < float("inf") and not is_finite(unit, index):
                 return unit.names[index]
-    return None
+            if clipped is None and math.isnan(unit.coef[index]) and unit.layout.places[index].spec.numel:
+                clipped = f"{unit.names[index]}, clipped by a norm that is NaN,"
+    return clipped

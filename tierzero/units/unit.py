@@ -72,6 +72,8 @@ class Unit:
         self.lending: Any = None  # lends its parameters to other modules; see lending.py
         self.state_host = False  # where optimizer state goes when there is some
         self.steps: list[int] = [0] * len(params)
+        self.stepped: set[int] = set()  # by an AdamW in this process: another one starts anew
+        self.latest: dict[int, weakref.ref[Any]] = {}  # the AdamW whose moments they are
         self.blank: set[int] = set()  # parameters of a meta model that were not given values yet
         self.norms: tuple[tuple[int, tuple[bool, ...], tuple[float, ...]], list[float]] | None = (
             None  # gradient norms, and what they were computed from
