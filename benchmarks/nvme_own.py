@@ -1,7 +1,8 @@
 """tierzero's side of nvme.py: the engine and its memory as they come, nothing set.
 
 A question is {"kind": "read" | "write" | "mixed", "passes": n, "memory": bytes}; the first argument is the file. The
-memory is asked for in sixteen requests, or in as many of 128 MiB as it takes; each is asked for again when it has ended.
+memory is asked for in sixteen requests, or in as many of 128 MiB as it takes; each is asked for again when it has
+ended.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
   measured, in turns, and the curve held against the bandwidth-delay product (Note [knee] in tierzero/bench/depths.py).
   The ratio is the time at theory's knee over the flat part, which is the median of the deeper half.
 - `search`: on the same model and on the built-in decoder (real compute, a real drive, `tiers.link_limit`) the search
-  that `tierzero tune` does, with the same measurements, as many of a finalist as the sweep takes of every depth. Ratios:
-  the time of a step at its choice over that of the depth which was fastest in the sweep of all, both measured again in
-  turns, for the fastest of many is lucky as well (the ratio is the median of the turns' own, for a machine's mood
-  changes slower than they do); and its seconds over those of the sweep.
+  that `tierzero tune` does, with the same measurements, as many of a finalist as the sweep takes of every depth. The
+  ratios are the time of a step at its choice over that of the depth which was fastest in the sweep of all, both
+  measured again in turns, for the fastest of many is lucky as well (the median of the turns' own ratios, for a
+  machine's mood changes slower than they do), and its seconds over those of the sweep.
 
     python benchmarks/tune.py [--json] [--nvme DIR] [--kind waiting decoder] [--fetch 0.5 3.5] [--rounds 5]
 """

@@ -189,6 +189,7 @@ void bind_stepper(nb::module_& m) {
              nb::arg("out_file").none() = nb::none(), nb::arg("out_first") = 0,
              nb::arg("format").none() = nb::none(), nb::arg("params").none() = nb::none(), nb::arg("due") = 0,
              nb::arg("early") = false)
+        .def_prop_ro("appetite", [](const PyStepper& self) { return self.core->appetite(); })
         .def("close", [](PyStepper& self) { self.close(); });
 }
 

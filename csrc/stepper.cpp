@@ -12,9 +12,9 @@ namespace tz {
 
 namespace {
 
-constexpr std::uint64_t kMinSlots = 3;
-// Reads in flight, or a third of the slots if that is more: drives serve all that they are given side by
-// side, so more of them would come later and not sooner, and what is wanted first would wait behind.
+constexpr std::uint64_t kMinSlots = 3, kMostSlots = 1024;
+// Reads in flight, or a third of the slots in use if that is more: drives serve all that they are given side
+// by side, so more of them would come later and not sooner, and what is wanted first would wait behind.
 constexpr std::size_t kMinReads = 4;
 
 std::uint64_t checked_chunk(std::uint64_t chunk) {
@@ -34,7 +34,8 @@ Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbyt
       format_(format),
       buffers_(buffers),
       buffers_size_(nbytes),
-      crew_(threads) {
+      crew_(threads),
+      appetite_(std::clamp<std::size_t>(nbytes / (state_bytes_ + 2 * chunk), 1, kMostSlots)) {
     if (!is_aligned(buffers, kPage)) throw std::invalid_argument("buffers must start at a multiple of 4096");
     const std::size_t slot_bytes = state_bytes_ + 2 * chunk;
     if (nbytes / slot_bytes < kMinSlots)
@@ -42,7 +43,7 @@ Stepper::Stepper(std::shared_ptr<Engine> engine, char* buffers, std::size_t nbyt
                                     " bytes are too small: chunks of " + std::to_string(chunk) +
                                     " elements need " + std::to_string(kMinSlots * slot_bytes));
     if (engine_->foreign()) throw std::invalid_argument("the I/O engine belongs to the parent process");
-    slots_.resize(std::min<std::size_t>(nbytes / slot_bytes, 1024));
+    slots_.resize(std::min<std::size_t>(nbytes / slot_bytes, kMostSlots));
     for (std::size_t i = 0; i < slots_.size(); ++i) {
         slots_[i].memory = buffers + i * slot_bytes;
         free_.push_back(&slots_[i]);
@@ -125,6 +126,7 @@ void Stepper::run() {
     std::unique_lock lock(mutex_);
     for (;;) {
         const auto over = [this] { return stop_ && (jobs_.empty() || overdue_); };
+        if (hungry() && !can_fill()) appetite_.starved();
         wake_.wait(lock, [&] { return can_fill() || can_compute() || over(); });
         if (over()) return;
         // Reads go out first: they have the longest way to come.
@@ -135,12 +137,24 @@ void Stepper::run() {
     }
 }
 
+// Whether one more slot should be filled, if there is something to fill it with.
+bool Stepper::hungry() const {
+    return slots_.size() - free_.size() < appetite_.limit() &&
+           reading_ < std::max(kMinReads, appetite_.limit() / 3);
+}
+
+std::size_t Stepper::appetite() const {
+    if (foreign()) return 0;  // the mutex may have been held when the process forked
+    std::lock_guard lock(mutex_);
+    return appetite_.limit();
+}
+
 bool Stepper::can_fill() const {
-    if (free_.empty()) return false;
+    if (slots_.size() - free_.size() >= appetite_.limit()) return false;
     for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
         if (job->next == job->record.chunks(chunk_)) continue;
         const bool reads = job->record.src && !job->error;
-        if (reads && reading_ >= std::max(kMinReads, slots_.size() / 3)) return false;
+        if (reads && !hungry()) return false;
         // The first job with chunks left. It may start while earlier ones are being written, unless they
         // share bytes.
         return job->next != 0 || std::none_of(jobs_.begin(), job, [&](const Job& earlier) {
@@ -288,6 +302,8 @@ void Stepper::late(const IoError& error) {
 
 void Stepper::release(Slot& slot) {
     Job& job = *slot.job;
+    if (job.record.src && job.record.dst && !job.error)
+        appetite_.moved(2 * slot.chunk.layout.bytes, steady_now());
     slot.job = nullptr;
     free_.push_back(&slot);
     ++job.ended;

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "appetite.hpp"
 #include "chunk_crew.hpp"
 #include "engine.hpp"
 #include "record.hpp"
@@ -39,6 +40,8 @@ class Stepper {
     const StateFormat& format() const noexcept { return format_; }
     std::uint64_t state_bytes(const Record& record) const { return record.state_bytes(chunk_); }
     bool foreign() const noexcept { return engine_->foreign(); }
+    // Slots that are kept in use at present; 0 in a forked process.
+    std::size_t appetite() const;
 
   private:
     struct Job {
@@ -61,6 +64,7 @@ class Stepper {
     };
 
     void run();
+    bool hungry() const;
     bool can_fill() const;
     void fill();
     bool can_compute() const;
@@ -81,13 +85,14 @@ class Stepper {
     const std::size_t buffers_size_;
     ChunkCrew crew_;
 
-    std::mutex mutex_;
+    mutable std::mutex mutex_;
     std::condition_variable wake_;
     std::list<Job> jobs_;  // in order: all handed out, then the rest
     std::vector<Slot> slots_;
     std::vector<Slot*> free_;
     std::deque<Slot*> ready_;  // filling or filled, in order
     bool stop_ = false;
+    Appetite appetite_;
     std::size_t reading_ = 0;  // slots being read
     int overdue_ = 0;          // transfers that the drive does not answer
     std::mutex closing_;

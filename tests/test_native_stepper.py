@@ -214,6 +214,32 @@ def test_what_is_due_sooner_goes_in_front() -> None:
     engine.close()
 
 
+def test_no_bit_depends_on_how_many_chunks_are_under_way(engine: _native.Engine, tmp_path: Path) -> None:
+    """The number is looked for as long as there is always something to do, and stays within 4 and what there is."""
+    file = _native.File(tmp_path / "f")
+    chunk, span, count, turns = 2048, 12 * 5120, 8, 24
+    stepper = _native.Stepper(engine, slab_buffers(chunk, 24), chunk)
+    records = [plain_case(seed) for seed in range(count)]
+    for i, case in enumerate(records):
+        engine.write(file, 2 * i * span, as_bytes(to_layout(case.planes, chunk))).result()
+    tickets, seen = [], {stepper.appetite}
+    for turn in range(turns):
+        for i, case in enumerate(records):
+            src, dst = (2 * i + turn % 2) * span, (2 * i + 1 - turn % 2) * span
+            tickets.append(stepper.submit(case.elements, case.segments(), case.grads, src=(file, src), dst=(file, dst)))
+    sums = []
+    for ticket in tickets:
+        sums.append(ticket.result()[0])
+        seen.add(stepper.appetite)
+    assert len(seen) > 1
+    assert all(4 <= chunks <= 24 for chunks in seen)
+    for turn in range(turns):
+        for i, case in enumerate(records):
+            case.planes = case.expected()
+            assert sums[turn * count + i] == _native.checksum(as_bytes(to_layout(case.planes, chunk)))
+    stepper.close()
+
+
 def test_bytes_moved_are_the_records(tmp_path: Path) -> None:
     engine = _native.Engine()
     file = _native.File(tmp_path / "f")

@@ -334,5 +334,9 @@ class Stepper:
         early: a second ticket too, done when all is computed, parameters in memory included, though not written yet.
         """
 
+    @property
+    def appetite(self) -> int:
+        """Chunks that are kept under way at present: as few as the drive needs to be at its fastest (0 after fork)."""
+
     def close(self) -> None:
         """Waits for every record queued, then ends the threads. Idempotent."""

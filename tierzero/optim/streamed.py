@@ -121,6 +121,11 @@ class StreamedStep:
         """How many updates may be on their way at once."""
         return WIDTH if self.stepper is not None else 1
 
+    @property
+    def under_way(self) -> int:
+        """Chunks of state that are kept under way at once; 0 without the native pipeline."""
+        return self.stepper.appetite if self.stepper is not None else 0
+
     async def compute(self, unit: Unit, hypers: dict[int, Hyper], due: int, ready: Callable[[], None]) -> list[Fresh]:
         """Step the parameters of `unit` that `hypers` names, from the gradients in its buffer: new versions of its
         records in the store, to be published or discarded; records in host memory in place. What is due sooner goes in

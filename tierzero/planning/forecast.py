@@ -15,6 +15,8 @@ from tierzero.sim.links import DriveRates
 from tierzero.sim.model import Rates, Setup, SimStep, SimUnit
 from tierzero.units.fit import Fit
 
+UNDER_WAY = 12  # chunks of the streamed step, before it has found how many the drive needs (csrc/appetite.cpp)
+
 HIDDEN = 1.05  # I/O is hidden when a step takes at most so much longer than its compute
 _COARSE = 600  # chunks a step where only its length is asked for
 _HALVINGS = 5
@@ -133,7 +135,7 @@ def forecast(
         depth=depth,
         overlap="eager" if guess else "deferred",
         width=WIDTH if native else 1,
-        slots=max(1, fitted.update_bytes // chunk),
+        slots=max(1, min(UNDER_WAY, fitted.update_bytes // chunk)),
         chunk=placement.chunk,
         clip=load.clip,
         micro=load.accumulate,
