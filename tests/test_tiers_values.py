@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import tierzero as tz
 from tierzero.errors import ConfigError, StoreError
@@ -149,3 +151,41 @@ def test_links_that_lead_to_themselves(tmp_path: Path) -> None:
     for given in (loop, loop / "in", [loop, tmp_path / "b"]):
         with pytest.raises(StoreError, match="loop"):
             Store(given)
+
+
+@pytest.mark.parametrize("value", [0, -1, 257, True, 1.0, "many", None, "9" * 5000])
+def test_what_is_no_number_of_threads(value: Any) -> None:
+    with pytest.raises(ConfigError, match="update_threads"):
+        tz.Tiers(update_threads=value, compute="cpu").check()
+
+
+@pytest.mark.parametrize("value", [5, "89", [0.0], [None], [-1], [100_000], [10**30]])
+def test_what_are_no_cores(value: Any) -> None:
+    with pytest.raises(ConfigError, match="update_cores"):
+        tz.Tiers(update_cores=value, compute="cpu").check()
+
+
+def test_threads_are_as_many_as_cores_and_at_most_eight() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert 1 <= tz.Tiers(compute="cpu").crew()[0] <= min(8, len(cores))
+    assert tz.Tiers(compute="cpu", update_cores=cores[:1] * 3).crew() == (1, (cores[0],))
+    assert tz.Tiers(compute="cpu", update_cores=[np.int64(cores[0])], update_threads=np.int64(3)).crew()[0] == 3
+
+
+def test_the_step_computes_on_its_cores_alone(tmp_path: Path) -> None:
+    """All of its threads do, and nobody else is moved."""
+    before = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+    core = min(os.sched_getaffinity(0))
+    model = torch.nn.Linear(8, 8)
+    tiers = tz.Tiers(nvme=tmp_path, host="64MiB", device="64MiB", compute="cpu", update_cores=[core], update_threads=3)
+    tz.offload(model, tiers)
+    tz.AdamW(model.parameters())
+    try:
+        after = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+        assert {thread: after[thread] for thread in before if thread in after} == {
+            thread: cores for thread, cores in before.items() if thread in after
+        }
+        kept = [thread for thread in after if thread not in before and after[thread] == {core}]
+        assert len(kept) >= 3 or os.cpu_count() == 1
+    finally:
+        tz.close(model)

@@ -83,7 +83,8 @@ class TiersSection(Section):
 
     `nvme`: one directory, or a list of them, one per drive. `nvme_tbw`: bytes that all these drives together are rated
     to write. `nvme_limit`: bytes per second of each drive, `link_limit`: to the device, both at most.
-    `nvme_block`: bytes of one piece of I/O; unset: the drive's best.
+    `nvme_block`: bytes of one piece of I/O; unset: the drive's best. `update_threads`: that compute the optimizer
+    step, on `update_cores`.
     """
 
     nvme: Annotated[list[Path], BeforeValidator(values.paths)] | None = None
@@ -96,6 +97,8 @@ class TiersSection(Section):
     activations: Annotated[int | float | str, BeforeValidator(values.size)] = 0
     prefetch: Annotated[int | str, BeforeValidator(values.depth)] = "auto"
     gds: Literal["auto", "on", "off"] = "auto"
+    update_threads: Annotated[int | str, BeforeValidator(values.threads)] = "auto"
+    update_cores: list[int] = []
 
 
 class CheckpointSection(Section):

@@ -61,6 +61,8 @@ def choose_tiers(config: Config, model: nn.Module) -> tz.Tiers:
         nvme_limit=tiers.nvme_limit,
         link_limit=tiers.link_limit,
         nvme_block=tiers.nvme_block,
+        update_threads=tiers.update_threads,
+        update_cores=tiers.update_cores,
     )
 
 

@@ -271,12 +271,20 @@ def _machine(
 
                 drive = drive_rates(directories)
             return preset(options.gpu, drive, utilisation=options.utilisation, memory=memory, flops=options.flops)
-        device = Tiers().compute_device()
+        tiers = Tiers()
+        if subject.config is not None:
+            given = subject.config.tiers
+            tiers = Tiers(update_threads=given.update_threads, update_cores=given.update_cores)
+        device = tiers.compute_device()
         dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[subject.dtype]
         rows = subject.tokens
-        return None, this_machine(
-            directories, device, hidden=subject.hidden, tokens=rows, dtype=dtype, drive=drive, flops=options.flops
-        )
+        measured: dict[str, Any] = {
+            "hidden": subject.hidden,
+            "tokens": rows,
+            "dtype": dtype,
+            "threads": tiers.crew()[0],
+        }
+        return None, this_machine(directories, device, drive=drive, flops=options.flops, **measured)
     except ConfigError as error:
         if not directories:
             raise

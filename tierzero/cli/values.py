@@ -49,6 +49,12 @@ def depth(value: Any) -> Any:
     return value
 
 
+def threads(value: Any) -> Any:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 256):
+        raise ValueError(f'must be "auto" or a whole number from 1 to 256, got {value!r}')
+    return value
+
+
 def paths(value: Any) -> Any:
     if not isinstance(value, list):
         return [path(value)]

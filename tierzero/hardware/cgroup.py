@@ -41,6 +41,12 @@ def cpu_quota(root: str | os.PathLike[str] = "/") -> float | None:
     return min(found, default=None)
 
 
+def usable_cores(root: str | os.PathLike[str] = "/") -> int:
+    """Cores that this thread may use at once: its affinity (or cpuset), and whole ones of the groups' quota."""
+    allowed, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
 def groups(controller: str, root: str | os.PathLike[str] = "/") -> Iterator[Path]:
     """Directories of the groups that hold this process under `controller`, innermost first, up to the top that is
     visible here. Where both versions are mounted, a controller is in one of them.

@@ -87,8 +87,8 @@ def copy_rate(device: torch.device) -> float:
     return best_rate(copy)
 
 
-def adam_rate() -> float:
-    """elements/s of the streamed step's arithmetic, on its one thread: float32 state, bfloat16 gradients and
+def adam_rate(threads: int) -> float:
+    """elements/s of the streamed step's arithmetic on so many threads: float32 state, bfloat16 gradients and
     parameters.
     """
     count = CHUNK_MAX
@@ -98,7 +98,7 @@ def adam_rate() -> float:
     def native() -> float:
         assert NATIVE is not None
         for block, grad, copy in zip(states, grads, copies, strict=True):
-            NATIVE.adamw(block[0], block[1], block[2], grad, copy, _SCALARS, 1)
+            NATIVE.adamw(block[0], block[1], block[2], grad, copy, _SCALARS, threads)
         return _BLOCKS * count
 
     def plain() -> float:
@@ -154,8 +154,10 @@ def this_machine(
     dtype: torch.dtype = torch.bfloat16,
     drive: DriveRates | None = None,
     flops: float | None = None,
+    threads: int = 1,
 ) -> Machine:
-    """Measure it, in about two seconds. `drive` and `flops` are taken as given where they are; else drives have the
+    """Measure it, in about two seconds, with `threads` for the streamed step. `drive` and `flops` are taken as given
+    where they are; else drives have the
     rates of their profiles, and the compute device is timed on a block of `hidden` features. ConfigError for drives
     that were never measured.
     """
@@ -165,11 +167,11 @@ def this_machine(
         sources["drives"] = "measured by tierzero bench nvme"
     inline = device.type == "cpu"
     copy = copy_rate(device)
-    adam = adam_rate()
+    adam = adam_rate(threads)
     sources["compute"] = "given" if flops is not None else f"measured on {device.type}"
     if flops is None:
         flops = compute_rate(device, hidden, tokens, dtype)
     sources["compute"] = f"{flops / 1e12:.3g} TFLOP/s, {sources['compute']}"
     sources["bus"] = f"{copy / 1e9:.1f} GB/s, measured"
-    sources["host"] = f"{adam / 1e9:.2f} G elements/s of Adam, measured"
+    sources["host"] = f"{adam / 1e9:.2f} G elements/s of Adam on {threads} thread{'s' if threads > 1 else ''}, measured"
     return Machine(Rates(copy, copy, adam, norm_rate(), drive, inline=inline), flops, None, sources)

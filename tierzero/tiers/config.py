@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from tierzero.sizes import parse_rate, parse_size
 from tierzero.storage.directory import check_apart, listed
 from tierzero.units.layout import PAGE
 
+MOST_THREADS = 8  # of the streamed step: so many take all that a memory controller gives
 AUTO_DEVICE_SHARE = 0.5  # of what is free: activations need the rest
 
 
@@ -43,6 +45,9 @@ class Tiers:
     link_limit: the same for parameters on their way to the compute device; None: none.
     nvme_block: bytes of one piece of I/O, a multiple of 4096 up to 1 GiB; None: what `tierzero bench nvme` found best
     on the drive, or 4 MiB.
+    update_threads: threads that compute the streamed optimizer step, or "auto": as many as there are cores, 8 at most.
+    No bit depends on it.
+    update_cores: numbers of the cores that they run on, to keep them away from others; () for any.
     """
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -56,6 +61,8 @@ class Tiers:
     link_limit: int | float | str | None = None
     nvme_block: int | str | None = None
     activations: int | float | str = 0
+    update_threads: int | str = "auto"
+    update_cores: Sequence[int] = ()
 
     def directories(self) -> list[Path]:
         """The store's directories, one per drive; none without NVMe.
@@ -102,6 +109,28 @@ class Tiers:
         if not 0 < block <= 1 << 30 or block % PAGE:
             raise ConfigError(f"nvme_block={self.nvme_block!r}: a block is a multiple of 4096 bytes up to 1 GiB")
         return block
+
+    def crew(self) -> tuple[int, tuple[int, ...]]:
+        """(how many threads compute the streamed step, the cores that they are kept to: none for any)."""
+        try:
+            cores = tuple(dict.fromkeys(operator.index(core) for core in self.update_cores))
+        except TypeError as error:
+            raise ConfigError(
+                f"update_cores={self.update_cores!r}: give the numbers of cores, such as (8, 9)"
+            ) from error
+        allowed = os.sched_getaffinity(0)
+        if missing := [core for core in cores if core not in allowed]:
+            raise ConfigError(
+                f"update_cores={self.update_cores!r}: this process may not use {_named(missing)}, but "
+                f"{_named(sorted(allowed))}"
+            )
+        if self.update_threads == "auto":
+            return min(MOST_THREADS, len(cores) or cgroup.usable_cores()), cores
+        threads: Any = self.update_threads
+        whole = isinstance(threads, Integral) and not isinstance(threads, bool)
+        if not whole or not 1 <= int(threads) <= 256:
+            raise ConfigError(f'update_threads={repr(threads)[:80]}: use 1 to 256 threads, or "auto"')
+        return int(threads), cores
 
     def compute_device(self) -> torch.device:
         """Where forward and backward run. ConfigError for CUDA without one."""
@@ -173,6 +202,7 @@ class Tiers:
         self.drive_limit()
         self.device_limit()
         self.block_bytes()
+        self.crew()
         if self.gds not in ("auto", "off"):
             raise ConfigError(f'gds={self.gds!r}: use "auto" or "off"; this version has no GPUDirect path to force')
 
@@ -206,3 +236,8 @@ def memory_limit() -> int:
     total = int(_memory().total)
     limit = cgroup.memory_limit()
     return total if limit is None else min(total, limit)
+
+
+def _named(cores: Sequence[int]) -> str:
+    """Core numbers in words."""
+    return ("core " if len(cores) == 1 else "cores ") + ", ".join(map(str, cores))

@@ -4,7 +4,9 @@ the buffers and the room on the drives that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tierzero.errors import TierzeroError
@@ -95,7 +97,9 @@ class States:
         if NATIVE is not None and fitted.update_bytes:
             buffers = self._block(fitted.update_bytes, "chunk buffers of the optimizer step")
             chunk = engine.placement.chunk
-            stepper = NATIVE.Stepper(engine.io.native, buffers.tensor, chunk, format=fitted.widest.native)
+            threads, cores = engine.tiers.crew()
+            with _on(cores):
+                stepper = NATIVE.Stepper(engine.io.native, buffers.tensor, chunk, threads, format=fitted.widest.native)
             engine.at_end.append(stepper.close)
         elif fitted.work_bytes:
             work = self._block(fitted.work_bytes, "one state record for the optimizer step")
@@ -114,3 +118,16 @@ class States:
             if NATIVE is not None and engine.store is not None:
                 engine.io.register(block.tensor)  # all that the step transfers goes through them
         return block
+
+
+@contextmanager
+def _on(cores: Collection[int]) -> Iterator[None]:
+    """Threads that are started inside run on these cores, if there are any."""
+    before = os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        if cores:
+            os.sched_setaffinity(0, before)

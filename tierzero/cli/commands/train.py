@@ -78,6 +78,7 @@ def train(
     `train.{steps,lr,warmup,weight_decay,clip,overlap,state_dtype,master,accumulate,seed,save_every,out,dtype}`,
     `train.{micro_batches,recompute,sample,log_every}`,
     `tiers.{nvme,nvme_tbw,nvme_limit,nvme_block,link_limit,host,device,activations,prefetch,gds}`,
+    `tiers.{update_threads,update_cores}`,
     `checkpoint.{every,path,keep,limit}`. Sizes are bytes,
     "64MiB", "1.5GB", or a share of memory (of the host budget for activations), "60%"; limits are bytes per second,
     "1GB/s".
