@@ -35,6 +35,7 @@ from tierzero.native import NATIVE
 from tierzero.optim.streamed import Hyper
 from tierzero.paging.waiting import WIDTH
 from tierzero.planning.placement import BUFFERS
+from tierzero.tiers.config import Tiers
 from tierzero.tiers.host import HostArena
 from tierzero.units.layout import CHUNK_ALIGN, CHUNK_MAX, SLOT_BYTES, STATE_BYTES, round_up
 
@@ -61,7 +62,7 @@ class Bench:
         self.engine.register(self.buffers)
         self.grads = [self._noise(self.param_bytes) for _ in range(records)]
         self.params = [self.arena.allocate(self.param_bytes, "parameters").tensor for _ in range(records)]
-        self.stepper = NATIVE.Stepper(self.engine, self.buffers, CHUNK_MAX)
+        self.stepper = NATIVE.Stepper(self.engine, self.buffers, CHUNK_MAX, Tiers().crew()[0])
         self.version = 0
         self.steps = 0
         setting = Setting(self.engine.name, self.engine.describe()["block"], self.engine.describe()["depth"])

@@ -9,9 +9,14 @@
 namespace tz {
 
 // The first moment is torch's lerp(m, g, w1), which starts from the nearer end: from m for w1 below a half,
-// else from g.
+// else from g. Its vector kernel adds w1 - 1 times the way from there, its tail takes away 1 - w1 times that:
+// at w1 = 1 the zeros have different signs.
 struct Lerp {
-    explicit Lerp(float w1) : from_grad(!(w1 < 0.5f)), weight(from_grad ? w1 - 1.0f : w1) {}
+    explicit Lerp(float w1, bool tail = false)
+        : from_grad(!(w1 < 0.5f)),
+          weight(!from_grad ? w1
+                 : tail     ? -(1.0f - w1)
+                            : w1 - 1.0f) {}
 
     bool from_grad;
     float weight;
@@ -23,7 +28,7 @@ inline __attribute__((always_inline)) void adam_element(const AdamArrays& a, std
     float g = load_as_float<G>(a.grad + i * size_of(G)) * s.coef;
     const float start = a.p[i] * s.decay;
     if constexpr (L2) g = __builtin_fmaf(start, s.l2, g);
-    const Lerp lerp(s.w1);
+    const Lerp lerp(s.w1, Tail);
     const float moment = __builtin_fmaf(lerp.weight, g - a.m[i], lerp.from_grad ? g : a.m[i]);
     float square;
     if constexpr (Tail)

@@ -33,13 +33,16 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all())
 
 
-def scalars(step: int, coef: float, decay: float, decoupled: bool, maximize: bool) -> tuple[float, ...]:
-    bias1, bias2 = 1 - BETA1**step, 1 - BETA2**step
+def scalars(
+    step: int, coef: float, decay: float, decoupled: bool, maximize: bool, betas: tuple[float, float] = (BETA1, BETA2)
+) -> tuple[float, ...]:
+    beta1, beta2 = betas
+    bias1, bias2 = 1 - beta1**step, 1 - beta2**step
     return (
         1 - LR * decay if decoupled else 1.0,
-        1 - BETA1,
-        BETA2,
-        1 - BETA2,
+        1 - beta1,
+        beta2,
+        1 - beta2,
         EPS,
         LR / bias1,
         bias2**0.5,
@@ -112,6 +115,30 @@ def test_every_length_and_boundary() -> None:
         train(size, 3, coef=0.7, threads=1 + size % 3)
 
 
+def zeros_of_both_signs() -> None:
+    """Also where the first moment forgets all that was (beta1 = 0), and in the last elements, which torch rounds as a
+    scalar loop does.
+    """
+    for betas, size in itertools.product(
+        [(0.0, 0.5), (0.0, 0.999), (0.3, 0.9), (0.5, 0.0), (0.9, 0.999)], range(1, 34)
+    ):
+        generator = torch.Generator().manual_seed(size)
+        p, m, v = torch.randn(size, generator=generator), torch.zeros(size), torch.zeros(size)
+        oracle = torch.nn.Parameter(p.clone())
+        optimizer = torch.optim.AdamW([oracle], lr=LR, betas=betas, eps=EPS, weight_decay=0.01, fused=True)
+        for step in range(1, 9):
+            oracle.grad = torch.tensor([2.0, -2.0, 0.0, -0.0])[torch.randint(0, 4, (size,), generator=generator)]
+            optimizer.step()
+            _native.adamw(p, m, v, oracle.grad, None, scalars(step, 1.0, 0.01, True, False, betas), 1)
+            state = optimizer.state[oracle]
+            for ours, theirs in ((p, oracle.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+                assert same(ours, theirs), (betas, size, step)
+
+
+def test_zeros_of_both_signs() -> None:
+    zeros_of_both_signs()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa: str) -> None:
     """TIERZERO_ISA picks the kernel when the library is first used: each in a process of its own."""
@@ -122,6 +149,7 @@ def test_every_instruction_set(isa: str) -> None:
         "for d in (True, False):\n"
         "    for a in (True, False):\n"
         "        for s in range(1, 40): t.train(s, 4, decoupled=d, amsgrad=a, maximize=a, nan=True)\n"
+        "t.zeros_of_both_signs()\n"
         "for g in t.DTYPES:\n"
         "    for o in t.DTYPES: t.test_gradient_and_copy_types(g, o)\n"
         "    t.test_a_large_copy_is_written_past_the_caches(g)\n"
