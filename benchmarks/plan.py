@@ -174,7 +174,7 @@ def main() -> None:
             progress=lambda what, done: None,
         )
         drive = drive_rates([Path(directory)])
-        copy, adam, norm = copy_rate(torch.device("cpu")), adam_rate(), norm_rate()
+        copy, adam, norm = copy_rate(torch.device("cpu")), adam_rate(tz.Tiers().crew()[0]), norm_rate()
         say(f"drive {drive}; copy {copy / 1e9:.1f} GB/s, Adam {adam / 1e9:.2f} G/s, norms {norm / 1e9:.1f} GB/s")
         cases = []
         for setting in settings:
