@@ -1,8 +1,9 @@
 """DeepSpeed's side of nvme.py, run by a Python that has deepspeed; imports nothing of tierzero.
 
 A question is {"kind": "read" | "write", "passes": n, "handle": [block, depth, single_submit, overlap, threads],
-"call": "read" | "pread"}. "read" is the handle's plain call on a tensor from torch's allocator; "pread" its parallel
-one on page-locked memory of its own. The first argument is the file, whose whole length every call transfers.
+"call": "read" | "pread", "anew": bool}. "read" is the handle's plain call on a tensor from torch's allocator; "pread"
+its parallel one on page-locked memory of its own; "anew": in memory that is allocated for this question. The first
+argument is the file, whose whole length every call transfers.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ def main() -> None:
 
     op = AsyncIOBuilder().load(verbose=False)
     buffers: dict[str, torch.Tensor] = {}
-    keep: list[Any] = []
+    owner = op.aio_handle()
 
-    def buffer_for(call: str) -> torch.Tensor:
+    def buffer_for(call: str, anew: bool) -> torch.Tensor:
+        if anew and call in buffers:
+            old = buffers.pop(call)
+            if call == "pread":
+                owner.free_cpu_locked_tensor(old)
         if call not in buffers:
             if call == "pread":
-                owner = op.aio_handle()
-                keep.append(owner)
                 buffers[call] = owner.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
             else:
                 buffers[call] = torch.empty(size, dtype=torch.uint8)
@@ -56,7 +59,7 @@ def main() -> None:
         return min(1.0, total / size)
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        buffer = buffer_for(question["call"])
+        buffer = buffer_for(question["call"], question.get("anew", False))
         handle = op.aio_handle(*question["handle"])
         reading = question["kind"] == "read"
         if question["call"] == "pread":
