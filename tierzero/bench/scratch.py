@@ -32,7 +32,9 @@ def native() -> Any:
 def check_directory(path: Path) -> None:
     """ConfigError unless `path` is a directory."""
     if not path.exists():
-        raise ConfigError(f"there is no directory {path}: give the directory that the model's store is to lie in")
+        raise ConfigError(
+            f"there is no directory {path}: give the one that the model's store is to lie in, or make it (mkdir -p)"
+        )
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory: give a directory on the drive, never a file or a device")
 
