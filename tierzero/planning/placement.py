@@ -23,7 +23,7 @@ log = logging.getLogger("tierzero")
 IO_BYTES = 4 << 20  # bounce memory of the native engine per drive, whatever its block and depth
 MIN_SLOTS = 3
 # (chunk buffers, bytes of a staging block), the most generous that fits is taken; more than AMPLE only where there is
-# plenty. 24 chunks of state are the bytes in flight at which drives stop getting faster.
+# plenty. How many of them are in use is found while training (csrc/appetite.hpp).
 AMPLE = 8
 BUFFERS = ((24, 4 << 20), (16, 4 << 20), (8, 4 << 20), (6, 2 << 20), (4, 1 << 20), (3, 256 << 10), (3, 64 << 10))
 
