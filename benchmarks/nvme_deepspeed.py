@@ -1,9 +1,10 @@
 """DeepSpeed's side of nvme.py, run by a Python that has deepspeed; imports nothing of tierzero.
 
 A question is {"kind": "read" | "write", "passes": n, "handle": [block, depth, single_submit, overlap, threads],
-"call": "read" | "pread", "anew": bool}. "read" is the handle's plain call on a tensor from torch's allocator; "pread"
-its parallel one on page-locked memory of its own; "anew": in memory that is allocated for this question. The first
-argument is the file, whose whole length every call transfers.
+"call": "read" | "pread", "anew": bool, "release": bool}. "read" is the handle's plain call on a tensor from torch's
+allocator; "pread" its parallel one on page-locked memory of its own; "anew": in memory that is allocated for this
+question; "release": which is given back after it. The first argument is the file, whose whole length every call
+transfers.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ def main() -> None:
     buffers: dict[str, torch.Tensor] = {}
     owner = op.aio_handle()
 
-    def buffer_for(call: str, anew: bool) -> torch.Tensor:
-        if anew and call in buffers:
+    def give_back() -> None:
+        for call in list(buffers):
             old = buffers.pop(call)
             if call == "pread":
                 owner.free_cpu_locked_tensor(old)
+
+    def buffer_for(call: str) -> torch.Tensor:
         if call not in buffers:
             if call == "pread":
                 buffers[call] = owner.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
@@ -59,7 +62,9 @@ def main() -> None:
         return min(1.0, total / size)
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        buffer = buffer_for(question["call"], question.get("anew", False))
+        if question.get("anew"):
+            give_back()
+        buffer = buffer_for(question["call"])
         handle = op.aio_handle(*question["handle"])
         reading = question["kind"] == "read"
         if question["call"] == "pread":
@@ -74,7 +79,11 @@ def main() -> None:
         seconds = time.perf_counter() - start
         after = resource.getrusage(resource.RUSAGE_SELF)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return {"nbytes": question["passes"] * size, "seconds": seconds, "cpu": cpu, "huge": huge_share(buffer)}
+        huge = huge_share(buffer)
+        del buffer, call
+        if question.get("release"):
+            give_back()
+        return {"nbytes": question["passes"] * size, "seconds": seconds, "cpu": cpu, "huge": huge}
 
     serve(answer, out)
 

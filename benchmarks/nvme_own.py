@@ -1,8 +1,8 @@
 """tierzero's side of nvme.py: the engine and its memory as they come, nothing set.
 
 A question is {"kind": "read" | "write" | "mixed", "passes": n, "memory": bytes}; the first argument is the file. The
-memory is asked for in sixteen requests, or in as many of 128 MiB as it takes; each is asked for again when it has
-ended.
+memory is new for every question and given back after it, is asked for in sixteen requests, or in as many of 128 MiB as
+it takes; each is asked for again when it has ended.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def main() -> None:
         count = max(16, memory // MOST_REQUEST)
         return Setting(engine.name, memory // count // 4096 * 4096, count - 1)
 
-    buffers = Buffers([asked(target.size)])
-
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         if question["kind"] == "describe":
             return {key: value for key, value in described.items() if key != "drives"}
         setting, nbytes = asked(question["memory"]), question["passes"] * target.size
         how = {"request": setting.block, "engine": engine}
+        buffers = Buffers([setting], request=setting.block)
         sample = run(setting, target, buffers, question["kind"], nbytes=nbytes, **how)
+        engine.unregister(buffers.array)
         return {
             "nbytes": sample.moved,
             "seconds": sample.seconds,

@@ -90,10 +90,9 @@ def best_handle(kind: str, worker: Worker, say: Callable[[str], None]) -> dict[s
         rates.append(answer["nbytes"] / answer["seconds"])
         say(f"deepspeed {kind}: {setting}: {rates[-1] / 1e9:.2f} GB/s")
     order = sorted(range(len(settings)), key=rates.__getitem__, reverse=True)[:4]
-    order.sort()  # those of one buffer together
     again: dict[int, list[float]] = {index: [] for index in order}
-    for index in order:
-        for _ in range(3):
-            answer = worker.ask(kind=kind, passes=1, **settings[index])
+    for _ in range(3):
+        for index in order:
+            answer = worker.ask(kind=kind, passes=1, anew=True, release=True, **settings[index])
             again[index].append(answer["nbytes"] / answer["seconds"])
     return settings[max(order, key=lambda index: sorted(again[index])[1])]

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "align.hpp"
+#include "slice.hpp"
 
 namespace tz {
 
@@ -177,6 +178,7 @@ IoError Active::late_error(const Piece& piece, std::int64_t now) const {
 }
 
 void Active::watch() {
+    name_thread("tz-deadlines");
     const auto tick =
         std::chrono::nanoseconds(std::clamp<std::int64_t>(deadline_ / 8, kSecond / 200, kSecond));
     std::unique_lock lock(mutex_);

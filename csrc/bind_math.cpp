@@ -1,5 +1,8 @@
 // checksum, norms, adamw and what was chosen for this processor.
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
 
 #include "adam.hpp"
 #include "align.hpp"
@@ -8,6 +11,7 @@
 #include "cpu.hpp"
 #include "norm.hpp"
 #include "parallel.hpp"
+#include "slice.hpp"
 
 namespace tz {
 
@@ -154,6 +158,26 @@ void bind_math(nb::module_& m) {
         for (const auto& [name, has] : cpu_features()) out[name.c_str()] = has;
         return out;
     });
+    m.def(
+        "set_slice",
+        [](double seconds) {
+            if (!(seconds >= 1e-4 && seconds <= 0.1))
+                throw nb::value_error("a slice is 0.0001 to 0.1 seconds");
+            return set_slice(
+                std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
+        },
+        nb::arg("seconds"));
+    // Keeps the interpreter's lock, where os.eventfd_write lets go of it.
+    m.def(
+        "ring",
+        [](int eventfd) {
+            const std::uint64_t one = 1;
+            if (::write(eventfd, &one, sizeof one) != sizeof one) {
+                PyErr_SetFromErrno(PyExc_OSError);
+                throw nb::python_error();
+            }
+        },
+        nb::arg("eventfd"));
     m.def("adam_isa", [] { return isa_name(isa()); });
     if (!isa_warning().empty() && PyErr_WarnEx(PyExc_RuntimeWarning, isa_warning().c_str(), 1) < 0)
         throw nb::python_error();

@@ -1,5 +1,7 @@
 #include "crew.hpp"
 
+#include "slice.hpp"
+
 namespace tz {
 
 Crew::Crew(unsigned size) {
@@ -40,6 +42,8 @@ void Crew::run(const std::function<void(unsigned)>& part) {
 }
 
 void Crew::help(unsigned index) {
+    name_thread("tz-adam");
+    set_slice(kBackgroundSlice);
     std::size_t seen = 0;
     std::unique_lock lock(mutex_);
     for (;;) {

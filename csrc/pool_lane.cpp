@@ -5,6 +5,7 @@
 
 #include "numa.hpp"
 #include "slab.hpp"
+#include "slice.hpp"
 
 namespace tz {
 
@@ -33,6 +34,7 @@ void PoolLane::submit(Piece* chain) {
 }
 
 void PoolLane::work() {
+    name_thread("tz-io");
     run_on_node(options_.node);
     std::unique_ptr<Slab> bounce;
     std::unique_lock lock(mutex_);

@@ -7,6 +7,7 @@
 
 #include "align.hpp"
 #include "lane.hpp"
+#include "slice.hpp"
 
 namespace tz {
 
@@ -123,6 +124,8 @@ bool Stepper::close() {
 }
 
 void Stepper::run() {
+    name_thread("tz-step");
+    set_slice(kBackgroundSlice);
     std::unique_lock lock(mutex_);
     for (;;) {
         const auto over = [this] { return stop_ && (jobs_.empty() || overdue_); };

@@ -8,6 +8,7 @@
 #include <future>
 
 #include "numa.hpp"
+#include "slice.hpp"
 
 namespace tz {
 
@@ -47,6 +48,7 @@ void UringLane::start(std::string& reason) {
     // The thread holds the lane: a request that the kernel never gives back must not find it gone.
     thread_ = std::thread([self = shared_from_this(), &ready] {
         std::string why;
+        name_thread("tz-io");
         run_on_node(self->options_.node);
         self->ring_ = Ring::open(kEntries, why);  // here: the kernel binds a ring to the thread that made it
         if (self->ring_) {

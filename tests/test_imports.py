@@ -191,7 +191,7 @@ INSIDE = {
     "monitoring.prometheus": {"monitoring.clock", "errors"},
     "storage.extents": {"units.layout"},
     "hardware.cgroup": {"hardware.drives"},
-    "paging.loop": {"errors"},
+    "paging.loop": {"errors", "native"},
     "storage.checksum": set(),
     "storage.manifest": {"storage.checksum"},
     "storage.members": {"storage.manifest"},

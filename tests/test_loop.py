@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tierzero.errors import TierzeroError
+from tierzero.native import NATIVE
 from tierzero.paging.loop import LoopThread
 
 
@@ -78,6 +82,65 @@ def test_after_close() -> None:
         thread.run(value(1))
     with pytest.raises(TierzeroError, match="closed"):
         thread.do(lambda: 1)
+
+
+def test_calls_come_in_order_from_every_thread(thread: LoopThread) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def call(caller: int) -> None:
+        for number in range(500):
+            thread.call(functools.partial(seen.append, (caller, number)))
+
+    callers = [threading.Thread(target=call, args=(caller,)) for caller in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    thread.do(lambda: None)
+    for caller in range(4):
+        assert [number for who, number in seen if who == caller] == list(range(500))
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), asyncio.CancelledError()])
+def test_a_call_that_fails_stops_no_other(thread: LoopThread, error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    told: list[BaseException] = []
+    thread.do(lambda: thread.loop.set_exception_handler(lambda _, context: told.append(context["exception"])))
+    seen: list[int] = []
+
+    def several() -> None:  # all are due at once
+        for work in (fail, lambda: seen.append(1), fail, lambda: seen.append(2)):
+            thread.call(work)
+
+    thread.do(several)
+    assert thread.run(value(3)) == 3
+    assert seen == [1, 2]
+    assert told == [error, error]
+
+
+def test_a_call_wakes_a_loop_that_sleeps(thread: LoopThread) -> None:
+    for _ in range(50):
+        done = threading.Event()
+        time.sleep(0.001)
+        thread.call(done.set)
+        assert done.wait(10)
+
+
+def test_slices_and_bells() -> None:
+    if NATIVE is None:
+        pytest.skip("the native extension is not there")
+    for wrong in (0.0, -1.0, 0.2, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"0\.0001 to 0\.1"):
+            NATIVE.set_slice(wrong)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        NATIVE.ring(-1)
+    bell = os.eventfd(0)
+    NATIVE.ring(bell)
+    NATIVE.ring(bell)
+    assert os.eventfd_read(bell) == 2
+    os.close(bell)
 
 
 def test_a_wait_that_a_signal_ends(thread: LoopThread, alarm: None) -> None:

@@ -187,5 +187,8 @@ def test_the_step_computes_on_its_cores_alone(tmp_path: Path) -> None:
         }
         kept = [thread for thread in after if thread not in before and after[thread] == {core}]
         assert len(kept) >= 3
+        names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in kept]
+        assert names.count("tz-step") == 1
+        assert names.count("tz-adam") == 2
     finally:
         tz.close(model)

@@ -113,6 +113,14 @@ def adamw(
 def cpu_features() -> dict[str, bool]:
     """What this processor can do, by name ("avx2", "fma", ...)."""
 
+def set_slice(seconds: float) -> bool:
+    """Give the calling thread time slices of `seconds`, 0.0001 to 0.1: a thread of shorter ones takes its core as soon
+    as it wakes. False where the kernel does not know slices (before Linux 6.12) or the thread is no ordinary one.
+    """
+
+def ring(eventfd: int) -> None:
+    """Add one to an eventfd without letting go of the interpreter's lock. OSError when it cannot be written to."""
+
 def adam_isa() -> str:
     """The kernels in use: "avx512", "avx2", "neon" or "scalar", the best here or what TIERZERO_ISA in the environment
     says. One that cannot be used is a RuntimeWarning on import, and the best is used.

@@ -12,6 +12,15 @@ thread. So three rules hold in the engine:
 - Each wait has a lock of its own, which is left behind when an exception ends the wait. (A Condition, and with it a
   concurrent Future, can be left locked for ever.) What was waited for goes on, and the same thread's next request is
   served after it, so nothing starts on half-finished work.
+
+Note [cores]
+The training thread must not lose its core to a loop that it wakes. asyncio's own `call_soon_threadsafe` writes to a
+socket, at which Linux takes it that the writer is about to sleep, and wakes the loop on the same core even while
+another one idles: so calls are queued here, and an eventfd wakes it. Where there is no other core, or the cores are a
+virtual machine's, which look taken when they idle, it does not push the training thread aside: its slices are longer
+than an ordinary thread's, and shorter than those of the threads that compute updates, whose core it takes. And the
+training thread keeps the interpreter's lock as it rings: let go of, the loop would have it at once, and the training
+thread not before the loop is through.
 """
 
 from __future__ import annotations
@@ -19,11 +28,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from tierzero.errors import TierzeroError
+from tierzero.native import NATIVE
 
+SLICE = 0.01  # seconds; see Note [cores]
 T = TypeVar("T")
 
 
@@ -66,6 +78,9 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._latest: dict[int, asyncio.Task[None]] = {}  # thread -> its request that is not finished
         self._asking: set[int] = set()  # threads that have asked and not yet got their answers
+        self._calls: deque[Callable[[], object]] = deque()
+        self._bell = os.eventfd(0)  # see Note [cores]
+        self.loop.add_reader(self._bell, self._answer_bell)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self._pid = os.getpid()
@@ -73,7 +88,22 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
+        if NATIVE is not None:
+            NATIVE.set_slice(SLICE)
         self.loop.run_forever()
+
+    def _queue(self, function: Callable[[], object]) -> None:
+        self._calls.append(function)
+        _ring(self._bell)
+
+    def _answer_bell(self) -> None:
+        os.eventfd_read(self._bell)
+        for _ in range(len(self._calls)):
+            function = self._calls.popleft()
+            try:
+                function()
+            except BaseException as error:  # as asyncio does: the loop goes on
+                self.loop.call_exception_handler({"message": "a call on tierzero's loop failed", "exception": error})
 
     @property
     def inside(self) -> bool:
@@ -138,7 +168,7 @@ class LoopThread:
                 if os.getpid() != self._pid
                 else "the engine of this model was closed"
             )
-        self.loop.call_soon_threadsafe(function)
+        self._queue(function)
 
     def _start(self, thread: int, coroutine: Coroutine[Any, Any, T], answer: Answer[T]) -> None:
         before = self._latest.get(thread)
@@ -164,9 +194,17 @@ class LoopThread:
         if not self._is_here or self.inside:
             return
         self._open = False
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._queue(self.loop.stop)
         self._thread.join()
         self.loop.close()
+        os.close(self._bell)
+
+
+def _ring(bell: int) -> None:
+    if NATIVE is not None:
+        NATIVE.ring(bell)
+    else:
+        os.eventfd_write(bell, 1)
 
 
 async def _calling(function: Callable[[], T]) -> T:
