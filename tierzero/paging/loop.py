@@ -17,10 +17,10 @@ Note [cores]
 The training thread must not lose its core to a loop that it wakes. asyncio's own `call_soon_threadsafe` writes to a
 socket, at which Linux takes it that the writer is about to sleep, and wakes the loop on the same core even while
 another one idles: so calls are queued here, and an eventfd wakes it. Where there is no other core, or the cores are a
-virtual machine's, which look taken when they idle, it does not push the training thread aside: its slices are longer
-than an ordinary thread's, and shorter than those of the threads that compute updates, whose core it takes. And the
-training thread keeps the interpreter's lock as it rings: let go of, the loop would have it at once, and the training
-thread not before the loop is through.
+virtual machine's, which look taken when they idle, neither the loop nor the threads that help it push the training
+thread aside: their slices are longer than an ordinary thread's, and shorter than those of the threads that compute
+updates, whose core they take. And the training thread keeps the interpreter's lock as it rings: let go of, the loop
+would have it at once, and the training thread not before the loop is through.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from tierzero.errors import TierzeroError
@@ -81,6 +82,8 @@ class LoopThread:
         self._calls: deque[Callable[[], object]] = deque()
         self._bell = os.eventfd(0)  # see Note [cores]
         self.loop.add_reader(self._bell, self._answer_bell)
+        helpers = ThreadPoolExecutor(thread_name_prefix=name, initializer=_long_slices)
+        self.loop.set_default_executor(helpers)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self._pid = os.getpid()
@@ -88,8 +91,7 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
-        if NATIVE is not None:
-            NATIVE.set_slice(SLICE)
+        _long_slices()
         self.loop.run_forever()
 
     def _queue(self, function: Callable[[], object]) -> None:
@@ -198,6 +200,11 @@ class LoopThread:
         self._thread.join()
         self.loop.close()
         os.close(self._bell)
+
+
+def _long_slices() -> None:
+    if NATIVE is not None:
+        NATIVE.set_slice(SLICE)
 
 
 def _ring(bell: int) -> None:
