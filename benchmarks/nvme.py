@@ -10,7 +10,7 @@ machine, or one that puts its data there (DDIO), fills them faster than memory: 
 and small buffers. The engine is asked for as much as fit into fio's buffers, and, against DeepSpeed, which reads the
 whole file into one tensor, into as large a memory; "large memory" against fio's best is what that costs.
 
-    python benchmarks/nvme.py [--json] [--nvme DIR] [--size 2GiB] [--rounds 7] [--deepspeed-python PYTHON]
+    python benchmarks/nvme.py [--json] [--nvme DIR] [--size 2GiB] [--kinds read] [--rounds 7] [--deepspeed-python PYTHON]
 
 How fast memory is to a drive depends on where it happens to lie, which stays so while it is used: here two pieces of
 2 GiB differ by 2.5 % in huge pages, by far more in 4 KiB pages. So every sample is in new memory; huge pages are given
@@ -108,7 +108,7 @@ def compare(args: argparse.Namespace, directory: str, say: Callable[[str], None]
         own.ask(kind="write", passes=1, memory=size)
         measures: dict[str, Measure] = {}
         chosen: dict[str, tuple[fio.Job, fio.Job, list[dict[str, Any]]]] = {}
-        for kind in KINDS:
+        for kind in args.kinds:
             best, ring, _ = chosen[kind] = best_fio(kind, file, size, args.sweep_seconds, say)
             for where, memory in (("", best.memory), (LARGE, size)):
                 ask = {"kind": kind, "passes": args.passes, "memory": memory}
@@ -120,7 +120,7 @@ def compare(args: argparse.Namespace, directory: str, say: Callable[[str], None]
         if args.deepspeed_python:
             huge = stack.enter_context(deepspeed_worker(args.deepspeed_python, file, huge=True))
             plain = stack.enter_context(deepspeed_worker(args.deepspeed_python, file, huge=False))
-            for kind in ("read", "write"):
+            for kind in [kind for kind in ("read", "write") if kind in args.kinds]:
                 handles[kind] = best_handle(kind, huge, say)
                 ask = {"kind": kind, "passes": args.passes, "anew": True}
                 measures[f"deepspeed {kind}"] = partial(huge.ask, release=True, **ask, **handles[kind])
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--nvme", default="", help="directory on the drive to use (default: a temporary one here)")
     parser.add_argument("--size", default="2GiB", help="of the file")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--passes", type=int, default=2, help="over the file that a measurement is")
     parser.add_argument("--sweep-seconds", type=float, default=0.5, help="of every measurement of fio's sweeps")
