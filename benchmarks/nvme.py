@@ -10,7 +10,7 @@ machine, or one that puts its data there (DDIO), fills them faster than memory: 
 and small buffers. The engine is asked for as much as fit into fio's buffers, and, against DeepSpeed, which reads the
 whole file into one tensor, into as large a memory; "large memory" against fio's best is what that costs.
 
-    python benchmarks/nvme.py [--json] [--nvme DIR] [--size 2GiB] [--kinds read] [--rounds 7] [--deepspeed-python PYTHON]
+    python benchmarks/nvme.py [--json] [--nvme DIR] [--kinds read] [--rounds 7] [--deepspeed-python PYTHON]
 
 How fast memory is to a drive depends on where it happens to lie, which stays so while it is used: here two pieces of
 2 GiB differ by 2.5 % in huge pages, by far more in 4 KiB pages. So every sample is in new memory; huge pages are given

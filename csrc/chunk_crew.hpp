@@ -16,6 +16,8 @@ class ChunkCrew {
     // time.
     Sums update(const Record& record, const ChunkView& chunk);
 
+    void stop() { crew_.stop(); }  // ends its threads
+
   private:
     Crew crew_;
     std::vector<Sums> partial_;  // per crew member

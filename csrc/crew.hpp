@@ -19,10 +19,10 @@ class Crew {
     // part(i) for every i in [0, size()), the caller doing 0; returns when all are done. `part` must not
     // throw.
     void run(const std::function<void(unsigned)>& part);
+    void stop();  // ends the threads: the caller does what comes then alone; idempotent
 
   private:
     void help(unsigned index);
-    void stop();
 
     std::mutex mutex_;
     std::condition_variable start_, end_;

@@ -117,6 +117,7 @@ bool Stepper::close() {
     wake_.notify_all();
     if (thread_.joinable()) {
         thread_.join();
+        crew_.stop();
         engine_->unfix(buffers_);
     }
     std::lock_guard lock(mutex_);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -192,3 +193,9 @@ def test_the_step_computes_on_its_cores_alone(tmp_path: Path) -> None:
         assert names.count("tz-adam") == 2
     finally:
         tz.close(model)
+    for _ in range(1000):  # one that has ended is listed for another moment
+        left = set(kept) & {int(thread) for thread in os.listdir("/proc/self/task")}
+        if not left:
+            break
+        time.sleep(0.01)
+    assert not left, "threads outlive close()"
