@@ -5,9 +5,8 @@
 
 namespace tz {
 
-// The slice of a thread that does little whenever it is asked, and of one that computes what is wanted in a
-// while. An ordinary thread's is about 3 ms.
-inline constexpr std::chrono::milliseconds kServiceSlice{10}, kBackgroundSlice{100};
+// The slice of a thread that computes what is wanted in a while; an ordinary thread's is about 3 ms.
+inline constexpr std::chrono::milliseconds kBackgroundSlice{100};
 
 // Gives the calling thread slices of that length, 0.1 to 100 ms: where it runs, a thread of a shorter slice
 // takes its core as soon as it wakes, and where it wakes, it takes nobody's core who has a shorter one. Its
