@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,3 +169,95 @@ def test_a_wait_that_a_signal_ends(thread: LoopThread, alarm: None) -> None:
     assert thread.run(value(4)) == 4
     assert order == ["other", "slow", "slow", "slow", "after"]
     assert not thread.unfinished
+
+
+class Late(collections.deque[Any]):
+    """A thread's calls that are queued only when told, after the thread has seen the loop open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came, self.go = threading.Event(), threading.Event()
+
+    def append(self, item: Any) -> None:
+        if threading.current_thread().name == "late":
+            self.came.set()
+            assert self.go.wait(30)
+        super().append(item)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("ask", [lambda loop: loop.do(lambda: 1), lambda loop: loop.call(lambda: 1)])
+def test_a_call_that_comes_after_close_writes_nowhere(
+    ask: Callable[[LoopThread], Any], native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even into a file that has got the number of the loop's bell."""
+    if not native:
+        monkeypatch.setattr("tierzero.paging.loop.NATIVE", None)
+    loop = LoopThread("test-loop")
+    loop._calls = late = Late()
+    bell = loop._bell
+    errors: list[BaseException] = []
+    asking = threading.Thread(target=lambda: errors.append(raised_by(lambda: ask(loop))), name="late")
+    asking.start()
+    assert late.came.wait(30)
+    loop.close()
+    with (tmp_path / "file").open("wb") as file:
+        if file.fileno() != bell:
+            os.dup2(file.fileno(), bell)
+        late.go.set()
+        asking.join(30)
+        if file.fileno() != bell:
+            os.close(bell)
+    assert [type(error) for error in errors] == [TierzeroError]
+    assert "closed" in str(errors[0])
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_who_waits_when_it_is_closed_is_told() -> None:
+    loop = LoopThread("test-loop")
+    started = threading.Event()
+    errors: list[BaseException] = []
+
+    async def endless() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    asking = threading.Thread(target=lambda: errors.append(raised_by(lambda: loop.run(endless()))), daemon=True)
+    asking.start()
+    assert started.wait(30)
+    loop.close()
+    asking.join(30)
+    assert [type(error) for error in errors] == [TierzeroError]
+    assert "closed" in str(errors[0])
+
+
+def test_closed_by_its_own_thread() -> None:
+    """As when the loop held the last reference to a model: thread and files are given back."""
+    before = set(os.listdir("/proc/self/fd"))
+    loop = LoopThread("test-loop")
+    loop.call(loop.close)
+    loop._thread.join(30)
+    assert not loop._thread.is_alive()
+    assert loop.loop.is_closed()
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(TierzeroError, match="closed"):
+        loop.do(lambda: 1)
+
+
+@pytest.mark.parametrize("what", ["asyncio.new_event_loop", "os.eventfd", "threading.Thread.start"])
+def test_one_that_cannot_start_leaves_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread") if "Thread" in what else OSError(24, "Too many open files")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(what, fail)
+    with pytest.raises(TierzeroError, match="allow more open files"):
+        LoopThread("test-loop")
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def raised_by(work: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as raised:
+        work()
+    return raised.value

@@ -43,17 +43,18 @@ T = TypeVar("T")
 class Answer(Generic[T]):
     """What one thread waits for and the loop gives it, once."""
 
-    __slots__ = ("_error", "_gate", "_value")
+    __slots__ = ("_error", "_gate", "_value", "given")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()
         self._gate.acquire()
+        self.given = False
         self._value: Any = None
         self._error: BaseException | None = None
 
     def give(self, value: Any = None, error: BaseException | None = None) -> None:
         """Let the waiting thread go on, with a result or an exception."""
-        self._value, self._error = value, error
+        self._value, self._error, self.given = value, error, True
         self._gate.release()
 
     def wait(self) -> None:
@@ -76,16 +77,24 @@ class LoopThread:
     """Runs one asyncio event loop in a daemon thread. `run` and `do` wait, `call` does not. See Note [signals]."""
 
     def __init__(self, name: str = "tierzero") -> None:
-        self.loop = asyncio.new_event_loop()
         self._latest: dict[int, asyncio.Task[None]] = {}  # thread -> its request that is not finished
-        self._asking: set[int] = set()  # threads that have asked and not yet got their answers
+        self._asking: dict[int, Answer[Any]] = {}  # thread -> the answer it has asked for and not yet got
         self._calls: deque[Callable[[], object]] = deque()
-        self._bell = os.eventfd(0)  # see Note [cores]
-        self.loop.add_reader(self._bell, self._answer_bell)
-        helpers = ThreadPoolExecutor(thread_name_prefix=name, initializer=_long_slices)
-        self.loop.set_default_executor(helpers)
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        self._bell = -1  # an eventfd, see Note [cores]
+        try:
+            self.loop = asyncio.new_event_loop()
+            self._bell = os.eventfd(0)
+            self.loop.add_reader(self._bell, self._answer_bell)
+            helpers = ThreadPoolExecutor(thread_name_prefix=name, initializer=_long_slices)
+            self.loop.set_default_executor(helpers)
+            self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+            self._thread.start()
+        except (OSError, RuntimeError) as error:
+            self._give_back()
+            raise TierzeroError(
+                f"the engine's thread cannot be started: {error}. Close what is not needed, or allow more open files "
+                "(ulimit -n) and threads (ulimit -u)"
+            ) from error
         self._pid = os.getpid()
         self._open = True  # Thread.is_alive() would do, but cut short it takes the thread for dead
 
@@ -93,10 +102,24 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         _long_slices()
         self.loop.run_forever()
+        self._give_back()
+        for answer in list(self._asking.values()):
+            if not answer.given:
+                answer.give(error=self._gone())
+
+    def _give_back(self) -> None:
+        bell, self._bell = self._bell, -1  # a thread that comes late rings nothing else that gets the number
+        if hasattr(self, "loop"):
+            self.loop.close()
+        if bell >= 0:
+            os.close(bell)
 
     def _queue(self, function: Callable[[], object]) -> None:
         self._calls.append(function)
-        _ring(self._bell)
+        if NATIVE is not None:
+            NATIVE.ring(self._bell)  # no other thread comes between the look at the number and its use
+        else:
+            os.eventfd_write(self._bell, 1)
 
     def _answer_bell(self) -> None:
         os.eventfd_read(self._bell)
@@ -124,7 +147,7 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run `coroutine` on the loop and return its result. Never from the loop thread itself. TierzeroError in a
-        forked child, which has no loop thread.
+        forked child, which has no loop thread, and when the loop is closed before the coroutine is through.
         """
         if self.inside:
             coroutine.close()
@@ -156,21 +179,27 @@ class LoopThread:
         return answer.result()
 
     def _ask(self, thread: int, serve: Callable[[], None], answer: Answer[Any]) -> None:
-        self._asking.add(thread)
+        self._asking[thread] = answer
         self.call(serve)
         answer.wait()
-        self._asking.discard(thread)
+        self._asking.pop(thread, None)
 
     def call(self, function: Callable[[], object]) -> None:
         """Have the loop call `function` soon. TierzeroError in a forked child and after close()."""
         if not self._is_here:
-            raise TierzeroError(
-                "an offloaded model cannot be used in a forked child: its engine runs in the parent. Read what the "
-                "child needs before forking, or start the child with the spawn method"
-                if os.getpid() != self._pid
-                else "the engine of this model was closed"
-            )
-        self._queue(function)
+            raise self._gone()
+        try:
+            self._queue(function)
+        except (OSError, ValueError):  # another thread has closed it since
+            raise self._gone() from None
+
+    def _gone(self) -> TierzeroError:
+        return TierzeroError(
+            "an offloaded model cannot be used in a forked child: its engine runs in the parent. Read what the "
+            "child needs before forking, or start the child with the spawn method"
+            if os.getpid() != self._pid
+            else "the engine of this model was closed"
+        )
 
     def _start(self, thread: int, coroutine: Coroutine[Any, Any, T], answer: Answer[T]) -> None:
         before = self._latest.get(thread)
@@ -186,32 +215,28 @@ class LoopThread:
             value = await coroutine
         except BaseException as error:
             failure = error
+        if answer.given:  # the loop was closed, and this is what is left being thrown away
+            return
         if self._latest.get(thread) is asyncio.current_task():
             del self._latest[thread]
         answer.give(value, failure)
         del failure  # it refers to this frame
 
     def close(self) -> None:
-        """Stop the loop after what is already due, and join the thread."""
-        if not self._is_here or self.inside:
+        """Stop the loop after what is already due, and join the thread; the loop's own thread stops and goes on."""
+        if not self._is_here:
             return
         self._open = False
+        if self.inside:  # the last reference to a model was the loop's
+            self.loop.stop()
+            return
         self._queue(self.loop.stop)
         self._thread.join()
-        self.loop.close()
-        os.close(self._bell)
 
 
 def _long_slices() -> None:
     if NATIVE is not None:
         NATIVE.set_slice(SLICE)
-
-
-def _ring(bell: int) -> None:
-    if NATIVE is not None:
-        NATIVE.ring(bell)
-    else:
-        os.eventfd_write(bell, 1)
 
 
 async def _calling(function: Callable[[], T]) -> T:
