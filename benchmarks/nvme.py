@@ -84,8 +84,8 @@ def case(
     mine, theirs = [of(sample) for sample in own], [of(sample) for sample in other]
     return {
         "name": name,
-        "ratio": statistics.median(mine) / statistics.median(theirs),
-        "paired_ratio": statistics.median(a / b for a, b in zip(mine, theirs, strict=True)),
+        "ratio": over(statistics.median(mine), statistics.median(theirs)),
+        "paired_ratio": statistics.median(over(a, b) for a, b in zip(mine, theirs, strict=True)),
         "unit": unit,
         "tierzero": {"median": statistics.median(mine), "spread": spread(mine), "samples": mine},
         "other": {"median": statistics.median(theirs), "spread": spread(theirs), "samples": theirs},
@@ -93,9 +93,14 @@ def case(
     }
 
 
+def over(own: float, other: float) -> float:
+    """Their ratio; a short sample may have taken no CPU time that is counted."""
+    return own / other if other else float("inf")
+
+
 def spread(values: list[float]) -> float:
     """(largest - smallest) / median."""
-    return (max(values) - min(values)) / statistics.median(values)
+    return over(max(values) - min(values), statistics.median(values))
 
 
 def compare(args: argparse.Namespace, directory: str, say: Callable[[str], None]) -> dict[str, Any]:
